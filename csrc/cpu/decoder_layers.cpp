@@ -89,7 +89,8 @@ class Layers {
             .in_features = ins,
             .out_features = matrix.outs,
             .output = output,
-            .output_stride = matrix.outs};
+            .output_stride = matrix.outs,
+            .many_rows = params_.ancestors == nullptr};
   }
 
   // state += input Wm

@@ -2,6 +2,7 @@
 #include "specdec/decoder_layers.h"
 
 #include <cmath>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -110,16 +111,28 @@ KvTensor read_cache(const std::vector<Tensor>& caches, size_t index, const Decod
   return {cache.mutable_data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
+// The tokens of a prompt are contiguous: those in the cache end where the new ones begin.
+void check_prompt_starts(const DecoderParams& params) {
+  for (int64_t row = 0; row < params.batch; ++row) {
+    const int64_t first = params.prefix_starts[row], length = params.prefix_lengths[row];
+    if (first >= 0 && first <= kMaxSlot && length == params.start - first) continue;
+    fail_argument("prefix_lengths",
+                  "must be start - prefix_starts without ancestors, got " + std::to_string(length) +
+                      " in row " + std::to_string(row) + " for start " +
+                      std::to_string(params.start) + " and prefix_starts " + std::to_string(first));
+  }
+}
+
 std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cosines,
                                           const Tensor& sines, const std::vector<Tensor>& weights,
                                           const std::vector<Tensor>& caches,
                                           const std::vector<int64_t>& windows,
-                                          const Tensor& ancestors, const Tensor& prefix_starts,
+                                          const std::optional<Tensor>& ancestors,
+                                          const Tensor& prefix_starts,
                                           const Tensor& prefix_lengths, int64_t start,
                                           int64_t head_dim, double eps, double scale) {
   const Argument input_arg(kOp, "input", input), cosines_arg(kOp, "cosines", cosines),
-      sines_arg(kOp, "sines", sines), ancestors_arg(kOp, "ancestors", ancestors),
-      starts_arg(kOp, "prefix_starts", prefix_starts),
+      sines_arg(kOp, "sines", sines), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
   input_arg.has_dim(3, "[batch, nodes, hidden]");
@@ -129,7 +142,7 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
   params.batch = input.size(0);
   params.nodes = input.size(1);
   params.hidden = input.size(2);
-  check_num_nodes(input_arg, params.nodes);
+  if (ancestors) check_num_nodes(input_arg, params.nodes);
   if (params.hidden < 1) fail_argument("input", "must have 1 or more numbers per node, got none");
   if (start < 0 || start > kMaxSlot) {
     fail_argument("start", "must be 0 to 2^60, got " + std::to_string(start));
@@ -150,16 +163,20 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
                                          "[batch or 1, nodes, head_dim]");
     argument->is_on_device_of(input_arg);
   }
-  ancestors_arg.has_dtype(int64).has_shape({params.batch, params.nodes, (params.nodes + 63) / 64},
-                                           "[batch, nodes, words]");
-  ancestors_arg.is_on_device_of(input_arg);
+  if (ancestors) {
+    const Argument ancestors_arg(kOp, "ancestors", *ancestors);
+    ancestors_arg.has_dtype(int64).has_shape({params.batch, params.nodes, (params.nodes + 63) / 64},
+                                             "[batch, nodes, words]");
+    ancestors_arg.is_on_device_of(input_arg);
+    check_contiguous("ancestors", *ancestors);
+    params.ancestors = static_cast<const int64_t*>(ancestors->const_data_ptr());
+  }
   for (const Argument* argument : {&starts_arg, &lengths_arg}) {
     argument->has_dtype(int64).has_shape({params.batch}, "[batch]").is_on_device_of(input_arg);
   }
   check_contiguous("input", input);
   check_contiguous("cosines", cosines);
   check_contiguous("sines", sines);
-  check_contiguous("ancestors", ancestors);
   const size_t num_layers = windows.size();
   if (num_layers == 0 || weights.size() != num_layers * kLayerTensors + 1) {
     fail_argument("weights",
@@ -214,12 +231,12 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
   params.input = input.const_data_ptr();
   params.cosines = cosines.const_data_ptr();
   params.sines = sines.const_data_ptr();
-  params.ancestors = static_cast<const int64_t*>(ancestors.const_data_ptr());
   params.prefix_starts = starts_arg.view1<int64_t>();
   params.prefix_lengths = lengths_arg.view1<int64_t>();
   params.states = states.mutable_data_ptr();
   params.output = output.mutable_data_ptr();
-  if (params.batch == 0) return {states, output};
+  if (params.batch == 0 || params.nodes == 0) return {states, output};
+  if (!ancestors) check_prompt_starts(params);
   for (const DecoderLayer& layer : layers) {
     const auto attention = cpu::decoder_attention(params, layer, params.start, nullptr, nullptr);
     if (const auto problem = cpu::find_invalid_slot(attention)) {

@@ -39,7 +39,8 @@ void describe_rows(const Argument& argument, const Tensor& input, LinearParams& 
   params.rows = outer_rows * params.inner_rows;
 }
 
-Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+              bool many_rows) {
   const Argument input_arg(kOp, "input", input), weight_arg(kOp, "weight", weight);
   if (!input.is_cpu()) {
     fail(input_arg.prefix() + " must be on the CPU; elsewhere use torch.nn.functional.linear");
@@ -70,6 +71,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
     params.weight_stride = weight.stride(0);
     params.output = output.mutable_data_ptr();
     params.output_stride = params.out_features;
+    params.many_rows = many_rows;
     cpu::linear(params, kTorchParallelFor);
   }
   return output;

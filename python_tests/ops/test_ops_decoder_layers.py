@@ -66,6 +66,21 @@ def random_case(dtype, *, extras=True, windows=(0, 4), seed=0, hidden=HIDDEN, in
     }
 
 
+def prompt_case(dtype, columns, **options):
+    """The columns of prompts behind cached text, of which the last row's begins with two of padding."""
+    case = random_case(dtype, **options)
+    rng, rows = generator(1), len(PREFIXES)
+    for name, width in (("input", HIDDEN), ("cosines", HEAD_DIM), ("sines", HEAD_DIM)):
+        case[name] = torch.randn(rows, columns, width, generator=rng).to(dtype)
+    for i, cache in enumerate(case["caches"]):
+        wider = cache.new_full((rows, KV_HEADS, START + columns, HEAD_DIM), torch.nan)
+        wider[:, :, :START] = cache[:, :, :START]
+        wider[1, :, :4] = wider[2] = torch.nan  # no text
+        case["caches"][i] = wider
+    starts = torch.tensor([0, 4, START + 2])
+    return {**case, "ancestors": None, "prefix_starts": starts, "prefix_lengths": START - starts}
+
+
 def copied(case, dtype=None):
     def copy(value):
         if isinstance(value, list):
@@ -126,6 +141,79 @@ def test_a_node_has_the_bits_of_plain_decoding(dtype):
             assert torch.isfinite(single).all() and torch.equal(single, scored[row, node])
 
 
+@pytest.mark.parametrize("columns", [1, 3, 40, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prompts_are_as_accurate_as_torch(dtype, columns):
+    case = prompt_case(dtype, columns)
+    exact, plain, ours = copied(case, torch.float64), copied(case), copied(case)
+    wanted, torchs = reference(**exact)[0], reference(**plain)[0]
+    actual = ops.decoder_layers(**ours).states
+    for row, padding in ((0, 0), (1, 0), (2, 2)):
+        real, theirs, mine = (x[:, row, padding:].double() for x in (wanted, torchs, actual))
+        if real.numel():
+            unit = torch.finfo(dtype).eps * real.abs().max()
+            assert (mine - real).abs().max() <= 2 * (theirs - real).abs().max() + unit
+
+
+@pytest.mark.parametrize("parts", [(1, 39), (13, 14, 13), (32, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_prompt_has_the_same_bits_in_any_parts(dtype, parts):
+    case = prompt_case(dtype, sum(parts))
+    whole = copied(case)
+    expected = ops.decoder_layers(**whole).states
+    begin, found = 0, []
+    for part in parts:
+        columns = slice(begin, begin + part)
+        pieces = {
+            name: case[name][:, columns].contiguous() for name in ("input", "cosines", "sines")
+        }
+        start = START + begin
+        lengths = {"start": start, "prefix_lengths": start - case["prefix_starts"]}
+        found.append(ops.decoder_layers(**{**case, **pieces, **lengths}).states)
+        begin += part
+    text = torch.ones(expected.shape[:3], dtype=torch.bool)
+    text[:, 2, :2] = False  # padding
+    assert torch.equal(torch.cat(found, dim=2)[text], expected[text])
+    for ours, theirs in zip(case["caches"], whole["caches"], strict=True):
+        for row, first in enumerate(case["prefix_starts"].tolist()):
+            assert torch.equal(ours[row, :, first:], theirs[row, :, first:])
+
+
+def test_a_row_of_a_prompt_does_not_depend_on_the_others():
+    """Nor on NaN in the padding before it."""
+    case = prompt_case(torch.float32, 40)
+    case["input"][2, :2] = torch.nan
+    together = ops.decoder_layers(**copied(case)).states
+    for row in range(len(PREFIXES)):
+        alone = copied(case)
+        for name in ("input", "cosines", "sines", "prefix_starts", "prefix_lengths"):
+            alone[name] = alone[name][row : row + 1]
+        alone["caches"] = [cache[row : row + 1] for cache in alone["caches"]]
+        first = 2 if row == 2 else 0
+        states = ops.decoder_layers(**alone).states[:, 0, first:]
+        assert torch.isfinite(states).all()
+        assert torch.equal(states, together[:, row, first:])
+
+
+def test_attention_of_a_prompt_has_the_bits_of_a_tree():
+    """The products of both have orders of their own, so they are of one weight here."""
+    case = prompt_case(torch.float32, 40, extras=False)
+    for i, tensor in enumerate(case["weights"]):
+        if tensor.ndim == 2:
+            eye = torch.zeros_like(tensor)
+            eye[torch.arange(len(eye)), torch.arange(len(eye)) % tensor.shape[1]] = 1.0
+            case["weights"][i] = eye
+    row = slice(0, 1)
+    for name in ("input", "cosines", "sines", "prefix_starts", "prefix_lengths"):
+        case[name] = case[name][row]
+    case["caches"] = [cache[row] for cache in case["caches"]]
+    chain = copied(case)
+    parents = torch.arange(-1, 39)[None]
+    chain["ancestors"] = ops.tree_mask(parents, chain["prefix_lengths"]).ancestors
+    expected = ops.decoder_layers(**chain).states
+    assert torch.equal(ops.decoder_layers(**case).states, expected)
+
+
 def test_rows_may_share_their_rotations():
     case = random_case(torch.float32)
     for name in ("cosines", "sines"):
@@ -145,8 +233,11 @@ def test_threads_do_not_change_the_result(dtype):
                 assert torch.equal(given, alone)
 
 
-def test_opcheck():
-    case = random_case(torch.float32)
+@pytest.mark.parametrize(
+    "make", [random_case, lambda dtype: prompt_case(dtype, 7)], ids=["tree", "prompt"]
+)
+def test_opcheck(make):
+    case = make(torch.float32)
     case["caches"] = [cache.nan_to_num() for cache in case["caches"]]
     torch.library.opcheck(
         torch.ops.specdec.decoder_layers.default,
@@ -183,6 +274,23 @@ def test_rejects(changes, message):
         ops.decoder_layers(**{**case, **changes})
     for cache, untouched in zip(case["caches"], before["caches"], strict=True):
         assert torch.equal(cache.nan_to_num(), untouched.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefix_lengths": torch.tensor([9, 5, 0])},
+            "prefix_lengths must be start - prefix_starts without ancestors, got 0 in row 2"),
+        ({"prefix_starts": torch.tensor([-1, 4, 11]), "prefix_lengths": torch.tensor([10, 5, -2])},
+            "got 10 in row 0 for start 9 and prefix_starts -1"),
+        ({"prefix_starts": torch.tensor([0, 4, 2**62]), "prefix_lengths": torch.tensor([9, 5, 9 - 2**62])},
+            "in row 2 for start 9"),
+    ],
+)  # fmt: skip
+def test_rejects_prompts_that_do_not_follow_their_text(changes, message):
+    case = prompt_case(torch.float32, 7)
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**{**case, **changes})
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 17, 36])

@@ -4,6 +4,8 @@ The op has no CUDA kernel; the claims are about CPU instruction sets, threads an
 float64 is at most twice torch's in the same dtype, plus one rounding of the largest output.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.ops.op_cases import generator, two_threads
@@ -12,11 +14,13 @@ from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Below, at and beyond a step (16 or 32), a chunk (512 or 1024) and a tile of 24 outputs.
+FEW, MANY = partial(ops.linear, many_rows=False), partial(ops.linear, many_rows=True)
+# Below, at and beyond a step (16 or 32), a chunk (128 to 1024) and a tile or a group of 24 to 64 outputs.
 IN_FEATURES = [1, 15, 16, 17, 33, 256, 511, 513, 1056, 2049]
-OUT_FEATURES = [1, 2, 7, 24, 25, 50]
+OUT_FEATURES = [1, 2, 7, 24, 25, 50, 63, 97]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 31, 32, 33, 70]
 
+both_orders = pytest.mark.parametrize("linear", [FEW, MANY], ids=["few", "many"])
 needs_fma = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
     reason="without fused multiply-add the op has bits of its own",
@@ -32,14 +36,15 @@ def random_arguments(rows, in_features, out_features, dtype, seed=0):
 
 
 @needs_fma
+@pytest.mark.parametrize("many_rows", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_features", IN_FEATURES)
-def test_equals_reference(in_features, dtype):
+def test_equals_reference(in_features, dtype, many_rows):
     for out_features in (25, 3):
         input, weight, bias = random_arguments(9, in_features, out_features, dtype)
         for b in (bias, None):
-            actual = ops.linear(input, weight, b)
-            assert torch.equal(actual, linear_reference(input, weight, b))
+            actual = ops.linear(input, weight, b, many_rows=many_rows)
+            assert torch.equal(actual, linear_reference(input, weight, b, many_rows=many_rows))
 
 
 @needs_fma
@@ -60,54 +65,88 @@ def test_worked_example(elements, dtype, expected):
     """2^24 + 1 is no float32: the sum shows the order."""
     weight = torch.zeros(1, 34)
     weight[0, list(elements)] = torch.tensor(list(elements.values()), dtype=torch.float32)
-    assert ops.linear(torch.ones(1, 34, dtype=dtype), weight.to(dtype)).item() == expected
+    assert FEW(torch.ones(1, 34, dtype=dtype), weight.to(dtype)).item() == expected
 
 
+@needs_fma
+@pytest.mark.parametrize(
+    ("elements", "dtype", "expected"),
+    [
+        ({0: 2.0**24, 16: 1, 17: 1}, torch.float32, 2.0**24),  # one sum, one after the other
+        ({0: 1, 16: 1, 17: 2.0**24}, torch.float32, 2.0**24 + 2),
+        ({32: 2.0**24, 33: 1}, torch.bfloat16, 2.0**24),  # the second of a pair first
+        ({1: 2.0**24, 0: 1, 2: -(2.0**24)}, torch.bfloat16, 0),
+        ({0: 2.0**24, 1: 1, 2: -(2.0**24), 3: -1}, torch.bfloat16, -1),
+        ({0: 2.0**24, 256: 1, 257: 1}, torch.float32, 2.0**24 + 2),  # the next block has its own sum
+        ({0: 2.0**24, 256: 1, 257: 1}, torch.bfloat16, 2.0**24),
+    ],
+)
+def test_worked_example_for_many_rows(elements, dtype, expected):
+    weight = torch.zeros(1, 260)
+    weight[0, list(elements)] = torch.tensor(list(elements.values()), dtype=torch.float32)
+    assert MANY(torch.ones(1, 260, dtype=dtype), weight.to(dtype)).item() == expected
+
+
+@both_orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_features", [40, 4096])
-def test_error_is_at_most_twice_torchs(in_features, dtype):
+def test_error_is_at_most_twice_torchs(in_features, dtype, linear):
     input, weight, bias = random_arguments(33, in_features, 300, dtype)
     exact = torch.nn.functional.linear(input.double(), weight.double(), bias.double())
     torchs = torch.nn.functional.linear(input, weight, bias)
     floor = exact.abs().max() * torch.finfo(dtype).eps
-    error = (ops.linear(input, weight, bias) - exact).abs().max()
+    error = (linear(input, weight, bias) - exact).abs().max()
     assert error <= 2 * (torchs - exact).abs().max() + floor
 
 
+@both_orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_features", [7, 256, 1100])
-def test_a_row_does_not_depend_on_the_others(in_features, dtype):
+def test_a_row_does_not_depend_on_the_others(in_features, dtype, linear):
     """Every number of rows, and the row at every position of the batch."""
     input, weight, bias = random_arguments(70, in_features, 50, dtype)
-    alone = torch.cat([ops.linear(row[None], weight, bias) for row in input])
+    alone = torch.cat([linear(row[None], weight, bias) for row in input])
     for rows in ROWS:
-        assert torch.equal(ops.linear(input[:rows], weight, bias), alone[:rows])
-        assert torch.equal(ops.linear(input[-rows:], weight, bias), alone[-rows:])
+        assert torch.equal(linear(input[:rows], weight, bias), alone[:rows])
+        assert torch.equal(linear(input[-rows:], weight, bias), alone[-rows:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_output_does_not_depend_on_the_others(dtype):
-    input, weight, bias = random_arguments(7, 300, 50, dtype)
-    together = ops.linear(input, weight, bias)
+def test_rows_of_several_passes(dtype):
+    """A pass takes 32 rows in the order for few rows, and 256 in the order for many."""
+    input, weight, bias = random_arguments(520, 300, 70, dtype)
+    for linear in (FEW, MANY):
+        together = linear(input, weight, bias)
+        for rows in (slice(250, 262), slice(255, 520), slice(0, 257)):
+            assert torch.equal(linear(input[rows], weight, bias), together[rows])
+
+
+@both_orders
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_output_does_not_depend_on_the_others(dtype, linear):
+    input, weight, bias = random_arguments(7, 300, 100, dtype)
+    together = linear(input, weight, bias)
     for out_features in OUT_FEATURES:
-        part = ops.linear(input, weight[-out_features:], bias[-out_features:])
+        part = linear(input, weight[-out_features:], bias[-out_features:])
         assert torch.equal(part, together[:, -out_features:])
 
 
+@both_orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_change_the_result(dtype):
+def test_threads_do_not_change_the_result(dtype, linear):
     arguments = random_arguments(5, 700, 1001, dtype)
-    expected = ops.linear(*arguments)
+    expected = linear(*arguments)
     with two_threads():
         for _ in range(20):
-            assert torch.equal(ops.linear(*arguments), expected)
+            assert torch.equal(linear(*arguments), expected)
 
 
+@both_orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides_do_not_change_the_result(dtype):
+def test_strides_do_not_change_the_result(dtype, linear):
     """Leading dimensions, strided and unaligned rows of input and weight, with NaN around them."""
     input, weight, bias = random_arguments(12, 45, 31, dtype)
-    expected = ops.linear(input, weight, bias)
+    expected = linear(input, weight, bias)
     wide_input = torch.full((3, 5, 2, 101), torch.nan, dtype=dtype)
     view = wide_input[:, 1:, 1, 51:96]
     view.copy_(input.view(3, 4, 45))
@@ -115,44 +154,47 @@ def test_strides_do_not_change_the_result(dtype):
     wide_weight[1:32, 1:46] = weight
     wide_bias = torch.full((33,), torch.nan, dtype=dtype)
     wide_bias[1:32] = bias
-    actual = ops.linear(view, wide_weight[1:32, 1:46], wide_bias[1:32])
+    actual = linear(view, wide_weight[1:32, 1:46], wide_bias[1:32])
     assert actual.shape == (3, 4, 31) and actual.is_contiguous()
     assert torch.equal(actual.flatten(0, 1), expected)
-    assert torch.equal(ops.linear(input[5], weight, bias), expected[5])
-    assert torch.equal(ops.linear(input.view(2, 1, 3, 2, 45), weight, bias).view(12, 31), expected)
-    expanded = ops.linear(input[:1].expand(6, 45), weight[:1].expand(9, 45))
+    assert torch.equal(linear(input[5], weight, bias), expected[5])
+    assert torch.equal(linear(input.view(2, 1, 3, 2, 45), weight, bias).view(12, 31), expected)
+    expanded = linear(input[:1].expand(6, 45), weight[:1].expand(9, 45))
     assert torch.equal(expanded, expanded[:1, :1].expand(6, 9))
 
 
+@both_orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)], ids=str)
-def test_empty_inputs_equal_torch(shape, dtype):
+def test_empty_inputs_equal_torch(shape, dtype, linear):
     input, weight, bias = random_arguments(*shape, dtype)
     expected = torch.nn.functional.linear(input, weight, bias)
-    actual = ops.linear(input, weight, bias)
+    actual = linear(input, weight, bias)
     assert actual.shape == expected.shape and torch.equal(actual, expected)
 
 
+@both_orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_infinity_propagate(dtype):
+def test_nan_and_infinity_propagate(dtype, linear):
     inf, nan, largest = torch.inf, torch.nan, torch.finfo(dtype).max
     input = torch.zeros(6, 21, dtype=dtype)
     input[:, 20] = torch.tensor([1.0, inf, -inf, nan, largest, 2.0])
     weight = torch.zeros(4, 21, dtype=dtype)
     weight[:, 20] = torch.tensor([1.0, 0.0, -2.0, inf])
     expected = torch.nn.functional.linear(input, weight)
-    torch.testing.assert_close(ops.linear(input, weight), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(linear(input, weight), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def isa_results():
     """Also checks what holds in every instruction set."""
     results = []
     for dtype in DTYPES:
-        test_error_is_at_most_twice_torchs(40, dtype)
-        test_strides_do_not_change_the_result(dtype)
-        for in_features in (7, 1100):
-            test_a_row_does_not_depend_on_the_others(in_features, dtype)
-            results.append(ops.linear(*random_arguments(33, in_features, 50, dtype)))
+        for linear in (FEW, MANY):
+            test_error_is_at_most_twice_torchs(40, dtype, linear)
+            test_strides_do_not_change_the_result(dtype, linear)
+            for in_features in (7, 1100):
+                test_a_row_does_not_depend_on_the_others(in_features, dtype, linear)
+                results.append(linear(*random_arguments(33, in_features, 50, dtype)))
     return results
 
 
@@ -160,8 +202,9 @@ def isa_results():
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_opcheck(with_bias, dtype):
     input, weight, bias = random_arguments(6, 9, 4, dtype)
-    arguments = (input.view(2, 3, 9), weight, bias if with_bias else None)
-    torch.library.opcheck(torch.ops.specdec.linear, arguments)
+    for many_rows in (False, True):
+        arguments = (input.view(2, 3, 9), weight, bias if with_bias else None, many_rows)
+        torch.library.opcheck(torch.ops.specdec.linear, arguments)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def decoder_layers(
     weights: Sequence[Tensor],
     caches: Sequence[Tensor],
     windows: Sequence[int],
-    ancestors: Tensor,
+    ancestors: Tensor | None,
     prefix_starts: Tensor,
     prefix_lengths: Tensor,
     start: int,
@@ -62,10 +62,12 @@ def decoder_layers(
 ) -> DecoderStates:
     """Run layers as in Llama: RMS norms, rotary attention over draft trees, and a gated SiLU network.
 
+    Without ``ancestors``, the nodes are columns of prompts instead, each of which sees the columns before.
+
     The specification is :func:`specdec_ext.reference.decoder_layers.decoder_layers`. Matrix products are
     :func:`specdec_ext.ops.linear` and attention is :func:`specdec_ext.ops.tree_attention`. Values that the
     PyTorch model stores as tensors are rounded to the dtype. So the bits of a node do not depend on the other
-    nodes and rows. CPU only.
+    nodes and rows. The columns of a prompt are multiplied in the order for many rows. CPU only.
 
     Args:
         input: ``[batch, nodes, hidden]`` float32 or bfloat16 embeddings. All tensors except weights and
@@ -77,9 +79,11 @@ def decoder_layers(
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
         windows: the window of each layer as for ``tree_attention``, 0 for none.
-        ancestors: ``[batch, nodes, ceil(nodes / 64)]`` int64, packed bits as from ``tree_mask``.
+        ancestors: ``[batch, nodes, ceil(nodes / 64)]`` int64, packed bits as from ``tree_mask``; None for
+            columns of prompts, of which there may be any number.
         prefix_starts: ``[batch]`` int64; slot of each row's first token.
-        prefix_lengths: ``[batch]`` int64; number of committed tokens of each row.
+        prefix_lengths: ``[batch]`` int64; number of committed tokens of each row. For prompts it must be
+            ``start - prefix_starts``; if that is negative, so many columns of the row are padding.
         start: the slot of node 0 in all rows.
         head_dim: dimension of queries, keys and values; even.
         eps: epsilon of all norms.

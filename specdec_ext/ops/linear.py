@@ -8,12 +8,15 @@ from torch import Tensor
 from specdec_ext.ops import _library
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_rows: bool = False
+) -> Tensor:
     """``input @ weight.T + bias``, where the bits of each row do not depend on the other rows.
 
     Every output element is summed in float32 in a fixed order, which does not depend on the number of rows,
-    their strides or the number of threads, and rounded once. The op is made for few rows, where reading the
-    weights takes most of the time. CPU only; on other devices use ``torch.nn.functional.linear``.
+    their strides or the number of threads, and rounded once. There are two such orders: one for few rows,
+    where reading the weights takes most of the time, and one for many, where multiplying does. CPU only; on
+    other devices use ``torch.nn.functional.linear``.
 
     AVX2 and AVX-512 give the same bits, except that processors with ``avx512_bf16`` treat subnormal bfloat16
     numbers and partial sums as zero.
@@ -24,13 +27,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: ``[out_features, in_features]`` of the same dtype, the last dimension contiguous. It is not
             copied or packed.
         bias: ``[out_features]`` of the same dtype, contiguous, or None.
+        many_rows: sum in the order for many rows (a prompt), which is the faster one from about 32 rows on.
 
     Returns:
         ``[..., out_features]`` contiguous.
     """
-    return _library.native.linear(input, weight, bias)
+    return _library.native.linear(input, weight, bias, many_rows)
 
 
 @torch.library.register_fake("specdec::linear")
-def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, many_rows: bool = False
+) -> Tensor:
     return input.new_empty(*input.shape[:-1], weight.shape[0])

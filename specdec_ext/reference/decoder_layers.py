@@ -1,4 +1,4 @@
-"""Specification of ``decoder_layers``: the layers of a Llama-like decoder over draft trees."""
+"""Specification of ``decoder_layers``: the layers of a Llama-like decoder over draft trees or prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def decoder_layers(
     weights: Sequence[Tensor],
     caches: Sequence[Tensor],
     windows: Sequence[int],
-    ancestors: Tensor,
+    ancestors: Tensor | None,
     prefix_starts: Tensor,
     prefix_lengths: Tensor,
     start: int,
@@ -29,6 +29,10 @@ def decoder_layers(
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of :func:`specdec_ext.ops.decoder_layers`, in any floating dtype."""
     batch, nodes, _ = input.shape
+    if ancestors is None:  # the columns are a chain, which begins behind the padding
+        paddings = (-prefix_lengths).clamp(min=0).tolist()
+        ancestors = torch.tensor([_chain_ancestors(padding, nodes) for padding in paddings])
+        prefix_lengths = prefix_lengths.clamp(min=0)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
@@ -82,3 +86,11 @@ def decoder_layers(
         hidden = hidden + linear(inner, own["down"], own["down_bias"])
         states.append(hidden)
     return torch.stack(states), norm(hidden, weights[-1])
+
+
+def _chain_ancestors(first: int, nodes: int) -> list[list[int]]:
+    """Return the packed ancestor bits of a chain that begins at node ``first``; nodes before have none."""
+    words = range((nodes + 63) // 64)
+    chains = [(1 << (node + 1)) - (1 << first) if node >= first else 0 for node in range(nodes)]
+    unsigned = [[chain >> 64 * word & (1 << 64) - 1 for word in words] for chain in chains]
+    return [[bits - (bits >> 63 << 64) for bits in node] for node in unsigned]

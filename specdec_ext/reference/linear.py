@@ -1,41 +1,65 @@
 """Specification of ``linear``: the order of summation of each output element.
 
 Each of 16 lanes adds every 16th element of ``in_features`` (in bfloat16 every 16th pair, the second element
-of the pair first) with fused multiply-add. The lanes are then added as a binary tree. Here, a float32 fused
-multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to float32. These two
-roundings differ from one about once in 2^29 operations.
+of the pair first) with fused multiply-add. The lanes are then added as a binary tree. With ``many_rows``,
+there is one lane for each block of 256 elements, and the lanes are added one after the other. Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is
+rounded to float32. These two roundings differ from one about once in 2^29 operations.
 """
 
 from __future__ import annotations
+
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 LANES = 16
+BLOCK = 256  # elements
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_rows: bool = False
+) -> Tensor:
     """Arguments and output of ``specdec_ext.ops.linear``; float64 arguments are summed in float64."""
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     per_lane = 2 if input.dtype == torch.bfloat16 else 1
-    inputs, weights = (_steps(tensor, per_lane) for tensor in (input, weight))
-    lanes = input.new_zeros(*input.shape[:-1], len(weight), LANES, dtype=wide)
-    for step in range(inputs.shape[-3]):
-        for i in reversed(range(per_lane)):
-            products = inputs[..., None, step, :, i] * weights[:, step, :, i]
-            lanes = (lanes.double() + products).to(wide)
-    while lanes.shape[-1] > 1:
-        lower, upper = lanes.chunk(2, dim=-1)
-        lanes = lower + upper
-    total = lanes[..., 0]
+    if many_rows:
+        inputs, weights = (_steps(tensor, 1, per_lane) for tensor in (input, weight))
+        blocks = [
+            _lanes(own_inputs, own_weights, input.dtype)[..., 0]
+            for own_inputs, own_weights in zip(
+                inputs.split(BLOCK // per_lane, dim=-3),
+                weights.split(BLOCK // per_lane, dim=-3),
+                strict=True,
+            )
+        ]
+        total = reduce(torch.add, blocks)
+    else:
+        inputs, weights = (_steps(tensor, LANES, per_lane) for tensor in (input, weight))
+        lanes = _lanes(inputs, weights, input.dtype)
+        while lanes.shape[-1] > 1:
+            lower, upper = lanes.chunk(2, dim=-1)
+            lanes = lower + upper
+        total = lanes[..., 0]
     if bias is not None:
-        total = total + bias.to(wide)
+        total = total + bias.to(total.dtype)
     return total.to(input.dtype)
 
 
-def _steps(tensor: Tensor, per_lane: int) -> Tensor:
-    """``[..., features]`` -> float64 ``[..., steps, LANES, per_lane]``, padded with zeros."""
-    padding = -tensor.shape[-1] % (LANES * per_lane)
+def _lanes(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums ``[..., outs, lanes]`` of the products of steps, one step after the other."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    steps, lanes, per_lane = weights.shape[-3:]
+    sums = inputs.new_zeros(*inputs.shape[:-3], len(weights), lanes, dtype=wide)
+    for step in range(steps):
+        for i in reversed(range(per_lane)):
+            products = inputs[..., None, step, :, i] * weights[:, step, :, i]
+            sums = (sums.double() + products).to(wide)
+    return sums
+
+
+def _steps(tensor: Tensor, lanes: int, per_lane: int) -> Tensor:
+    """``[..., features]`` -> float64 ``[..., steps, lanes, per_lane]``, padded with zeros."""
+    padding = -tensor.shape[-1] % (lanes * per_lane)
     return torch.nn.functional.pad(tensor.double(), (0, padding)).unflatten(
-        -1, (-1, LANES, per_lane)
+        -1, (-1, lanes, per_lane)
     )

@@ -15,7 +15,11 @@ class SplitAttention {
         task_(task),
         row_(params, task.row),
         split_{task.split * kSplitKeys, (task.split + 1) * kSplitKeys},
-        prefix_(row_.seen().intersection({0, row_.prefix_length()}).intersection(split_)),
+        prefix_(row_.seen(task.nodes)
+                    .intersection({0, row_.num_prefix_slots()})
+                    .intersection(split_)),
+        rows_((task.nodes.end - task.nodes.begin) * sizes.group),
+        padded_rows_(round_up(rows_, kRowBlock)),
         out_(out) {
     thread_local std::vector<Range> seen;
     thread_local FloatBuffer tile, queries, scores, node_scores;
@@ -30,12 +34,12 @@ class SplitAttention {
     load_queries();
     for_each_prefix_tile([this](const Range& tile) { score_prefix(tile); });
     for_each_node_tile([this](int64_t tile, uint32_t nodes) { score_nodes(tile, nodes); });
-    for (int64_t row = 0; row < sizes_.rows; ++row) {
+    for (int64_t row = 0; row < rows_; ++row) {
       const Range seen = seen_[row / sizes_.group];
       out_.stats[row] = tiles_.softmax({params_.scale, params_.softcap}, seen.begin - split_.begin,
                                        seen.end - split_.begin, scores_ + row * kSplitKeys);
     }
-    std::fill_n(out_.values, sizes_.padded_rows * sizes_.padded_dim, 0.0f);
+    std::fill_n(out_.values, padded_rows_ * sizes_.padded_dim, 0.0f);
     for_each_prefix_tile([this](const Range& tile) { add_prefix_values(tile); });
     for_each_node_tile([this](int64_t tile, uint32_t nodes) { add_node_values(tile, nodes); });
   }
@@ -72,6 +76,7 @@ class SplitAttention {
   }
 
   // Visits the tiles of nodes that matter to this split, with a bit for each node that a row needs.
+  // The tasks of a tree have all its nodes.
   template <typename Visit>
   void for_each_node_tile(const Visit& visit) const {
     if (split_.end <= row_.prefix_length()) return;
@@ -97,25 +102,24 @@ class SplitAttention {
     }
   }
 
-  // Computes what each node sees in this split, and from which position on all nodes see
-  // everything.
+  // Computes what each node sees in this split, and which positions all nodes see.
   const Range* find_seen(std::vector<Range>& seen) {
     seen.clear();
-    for (int64_t node = 0; node < params_.nodes; ++node) {
+    for (int64_t node = task_.nodes.begin; node < task_.nodes.end; ++node) {
       const Range range = row_.seen_by(node), in_split = range.intersection(split_);
       seen.push_back(in_split.is_empty() ? Range{split_.begin, split_.begin} : in_split);
-      if (!range.is_empty()) all_see_from_ = std::max(all_see_from_, range.begin);
+      if (!range.is_empty()) all_see_ = all_see_.intersection(range);
     }
     return seen.data();
   }
 
   void load_queries() {
-    std::fill_n(queries_, sizes_.padded_rows * sizes_.query_dim, 0.0f);
-    for (int64_t row = 0; row < sizes_.rows; ++row) {
+    std::fill_n(queries_, padded_rows_ * sizes_.query_dim, 0.0f);
+    for (int64_t row = 0; row < rows_; ++row) {
       const int64_t head = task_.kv_head * sizes_.group + row % sizes_.group;
       const int64_t offset = task_.row * params_.query_batch_stride +
                              head * params_.query_head_stride +
-                             row / sizes_.group * params_.query_node_stride;
+                             (task_.nodes.begin + row / sizes_.group) * params_.query_node_stride;
       tiles_.load_row(
           params_.type,
           static_cast<const std::byte*>(params_.query) + offset * element_size(params_.type),
@@ -127,7 +131,7 @@ class SplitAttention {
   void multiply_queries(const void** keys, const void* any_key, float* out, int64_t out_stride) {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(params_.type, keys, params_.head_dim, tile_);
-    tiles_.dot_products(queries_, tile_, sizes_.query_dim, sizes_.padded_rows, out, out_stride);
+    tiles_.dot_products(queries_, tile_, sizes_.query_dim, padded_rows_, out, out_stride);
   }
 
   // Prefetches what is needed next, one tile ahead: with few query rows the loops would otherwise
@@ -171,7 +175,7 @@ class SplitAttention {
       keys[bit] = key_or_value(params_.key, row_.node_slot(tile * kTileKeys + bit));
     }
     multiply_queries(keys, keys[first], node_scores_, kTileKeys);
-    for (int64_t row = 0; row < sizes_.rows; ++row) {
+    for (int64_t row = 0; row < rows_; ++row) {
       for_each_ancestor(row / sizes_.group, tile, [&](int64_t bit, int64_t position) {
         scores_[row * kSplitKeys + position - split_.begin] = node_scores_[row * kTileKeys + bit];
       });
@@ -180,23 +184,42 @@ class SplitAttention {
 
   void add_prefix_values(const Range& tile) {
     prefetch(params_.value, next_tile(tile, prefix_.end));
-    if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.prefix_length()));
+    if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.num_prefix_slots()));
     const void* rows[kTileKeys];
     const float* values[kTileKeys];
     const int64_t count = tile.end - tile.begin;
     find_rows(params_.value, tile, rows);
     for (int64_t i = 0; i < count; ++i) values[i] = value_floats(rows[i], i);
-    if (all_see_from_ <= tile.begin) {
+    if (all_see_.begin <= tile.begin && tile.end <= all_see_.end) {
       tiles_.multiply_add(scores_ + (tile.begin - split_.begin), kSplitKeys, values, count,
-                          sizes_.padded_dim, sizes_.padded_rows, out_.values);
+                          sizes_.padded_dim, padded_rows_, out_.values);
       return;
     }
-    for (int64_t row = 0; row < sizes_.rows; ++row) {
-      const Range seen = seen_[row / sizes_.group].intersection(tile);
-      for (int64_t position = seen.begin; position < seen.end; ++position) {
-        add_value(row, position, values[position - tile.begin]);
-      }
+    for (int64_t row = 0; row < rows_; row += kRowBlock) add_seen_values(row, tile, values);
+  }
+
+  // Adds to a block of query rows the values of the tile that each of them sees, in order: those
+  // that all see together.
+  void add_seen_values(int64_t first_row, const Range& tile, const float* const* values) {
+    const int64_t end_row = std::min(rows_, first_row + kRowBlock);
+    Range all = tile;
+    for (int64_t row = first_row; row < end_row; ++row) {
+      all = all.intersection(seen_[row / sizes_.group]);
     }
+    if (all.is_empty()) all = {tile.end, tile.end};
+    const auto add_alone = [&](const Range& positions) {
+      for (int64_t row = first_row; row < end_row; ++row) {
+        const Range seen = seen_[row / sizes_.group].intersection(positions);
+        for (int64_t position = seen.begin; position < seen.end; ++position) {
+          add_value(row, position, values[position - tile.begin]);
+        }
+      }
+    };
+    add_alone({tile.begin, all.begin});
+    tiles_.multiply_add(scores_ + first_row * kSplitKeys + (all.begin - split_.begin), kSplitKeys,
+                        values + (all.begin - tile.begin), all.end - all.begin, sizes_.padded_dim,
+                        kRowBlock, out_.values + first_row * sizes_.padded_dim);
+    add_alone({all.end, tile.end});
   }
 
   // A value as padded_dim float32: converted in place i of the tile, or where it is.
@@ -216,7 +239,7 @@ class SplitAttention {
       values[bit] =
           value_floats(key_or_value(params_.value, row_.node_slot(tile * kTileKeys + bit)), bit);
     }
-    for (int64_t row = 0; row < sizes_.rows; ++row) {
+    for (int64_t row = 0; row < rows_; ++row) {
       for_each_ancestor(row / sizes_.group, tile, [&](int64_t bit, int64_t position) {
         add_value(row, position, values[bit]);
       });
@@ -236,9 +259,10 @@ class SplitAttention {
   Range split_;
   Range prefix_;                 // the part of this split's prefix that some node sees
   const Range* seen_ = nullptr;  // [nodes] within this split, may be empty
-  // All nodes see the prefix from this position on. Inactive nodes don't count, because their sums
-  // are never read.
-  int64_t all_see_from_ = 0;
+  // All nodes see these positions. Inactive nodes don't count, because their sums are never read.
+  Range all_see_{0, INT64_MAX};
+  int64_t rows_;         // query rows of this task
+  int64_t padded_rows_;
   AttentionPartial out_;
   float* tile_;     // keys as columns [head_dim, kTileKeys], then values [kTileKeys, padded_dim]
   float* queries_;  // [padded_rows, query_dim]

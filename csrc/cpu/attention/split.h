@@ -1,4 +1,4 @@
-// One task of the CPU op tree_attention: all nodes and all query heads of one key-value head, for
+// One task of the CPU op tree_attention: some nodes and all query heads of one key-value head, for
 // one split of a row's positions.
 #pragma once
 
@@ -29,6 +29,10 @@ class TreeRow {
       : params_(params), row_(row), prefix_length_(params.prefix_lengths[row]) {}
 
   int64_t prefix_length() const { return prefix_length_; }
+  // The number of positions that prefix_slot() finds. The nodes of a chain are among them.
+  int64_t num_prefix_slots() const {
+    return is_chain() ? std::max<int64_t>(0, prefix_length_ + params_.nodes) : prefix_length_;
+  }
   int64_t prefix_slot(int64_t position) const { return params_.prefix_starts[row_] + position; }
   int64_t node_slot(int64_t node) const { return params_.block_starts[row_] + node; }
 
@@ -36,7 +40,8 @@ class TreeRow {
   uint32_t ancestors(int64_t node, int64_t tile) const {
     return static_cast<uint32_t>(params_.ancestor_word(row_, node, tile / 2) >> tile % 2 * 32);
   }
-  int64_t num_tiles() const { return 2 * params_.words; }
+  // The number of tiles of nodes that are not among the positions of the prefix.
+  int64_t num_tiles() const { return is_chain() ? 0 : 2 * params_.words; }
 
   // The position of a node's first ancestor in a tile. With the number of tiles: one beyond the
   // node.
@@ -48,15 +53,16 @@ class TreeRow {
 
   // The positions that a node sees; empty for an inactive node.
   Range seen_by(int64_t node) const {
-    const int64_t end = position_of_tile(node, num_tiles());
-    if (end == prefix_length_) return {0, 0};
+    const int64_t end =
+        is_chain() ? prefix_length_ + node + 1 : position_of_tile(node, num_tiles());
+    if (is_chain() ? end <= 0 : end == prefix_length_) return {0, 0};
     return {params_.window > 0 ? std::max<int64_t>(0, end - params_.window) : 0, end};
   }
 
-  // The smallest range that contains all positions seen by any node.
-  Range seen() const {
+  // The smallest range that contains all positions seen by any of these nodes.
+  Range seen(const Range& nodes) const {
     Range all{INT64_MAX, 0};
-    for (int64_t node = 0; node < params_.nodes; ++node) {
+    for (int64_t node = nodes.begin; node < nodes.end; ++node) {
       const Range range = seen_by(node);
       if (range.is_empty()) continue;
       all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
@@ -65,6 +71,8 @@ class TreeRow {
   }
 
  private:
+  bool is_chain() const { return params_.ancestors == nullptr; }
+
   const TreeAttentionParams& params_;
   int64_t row_;
   int64_t prefix_length_;
@@ -74,18 +82,23 @@ class TreeRow {
 struct AttentionSizes {
   explicit AttentionSizes(const TreeAttentionParams& params)
       : group(params.heads / params.kv_heads),
-        rows(params.nodes * group),
-        padded_rows(round_up(rows, kRowBlock)),
+        nodes(params.ancestors ? params.nodes : std::min(params.nodes, chain_nodes(group))),
+        padded_rows(round_up(nodes * group, kRowBlock)),
         query_dim(round_up(params.head_dim, kDimBlock)),
         padded_dim(round_up(params.head_dim, kColumnBlock)) {}
 
   int64_t partial_floats() const { return padded_rows * (padded_dim + 2); }
 
   int64_t group;
-  int64_t rows;
-  int64_t padded_rows;
+  int64_t nodes;        // of a task, at most
+  int64_t padded_rows;  // query rows of a task, at most
   int64_t query_dim;   // columns of queries and rows of keys, zeros beyond head_dim
   int64_t padded_dim;  // columns of values
+
+ private:
+  // Scores and values of so many query rows stay in L2. The nodes of a tree are one task, so that
+  // each key and value is converted once.
+  static int64_t chain_nodes(int64_t group) { return std::max<int64_t>(1, 64 / group); }
 };
 
 // The result of a task: statistics and weighted sum of values of each query row.
@@ -101,6 +114,7 @@ struct AttentionPartial {
 struct AttentionTask {
   int64_t row;
   int64_t kv_head;
+  Range nodes;
   int64_t split;
 };
 

@@ -1,5 +1,6 @@
 // CPU op tree_attention: a task is a (row, key-value head, split of the positions), for all nodes
-// and all query heads of the group at once, so each key and value is read and converted once.
+// and all query heads of the group at once, so each key and value is read and converted once. A
+// prompt's nodes are divided into blocks with tasks of their own.
 //
 //   split    positions [256 s, 256 s + 256), for any length. Tiles of 32 keys of the prefix become
 //            columns and are multiplied with all query rows (nodes x group). So are the keys of the
@@ -15,8 +16,8 @@
 // so NaN in them has no effect.
 //
 // Partial results are in a workspace of the calling thread. Its size is bounded: tasks run in
-// waves, and a (row, key-value head) that is incomplete at the end of a wave is carried into the
-// next one.
+// waves, and an item, a (row, key-value head, block of nodes), that is incomplete at the end of a
+// wave is carried into the next one.
 #include "specdec/tree_attention.h"
 
 #include <utility>
@@ -29,10 +30,11 @@ namespace {
 constexpr int64_t kWaveFloats = 1 << 22;  // size of the partial results: 16 MiB
 constexpr int64_t kGrainWork = 1 << 20;   // multiply-adds; below it, waking a thread does not pay
 
-// Tasks [begin, end) of a wave, which are the splits of one (row, key-value head).
+// Tasks [begin, end) of a wave, which are the splits of one (row, key-value head, block of nodes).
 struct Item {
   int64_t row;
   int64_t kv_head;
+  Range nodes;
   int64_t begin;
   int64_t end;
   bool is_continued;  // its merged earlier splits are in slot 0 of the workspace
@@ -59,10 +61,13 @@ class Waves {
 
   void run() {
     for (int64_t row = 0; row < params_.batch; ++row) {
-      const Range seen = TreeRow(params_, row).seen();
-      const Range splits{seen.begin / kSplitKeys, (seen.end + kSplitKeys - 1) / kSplitKeys};
-      for (int64_t kv_head = 0; kv_head < params_.kv_heads; ++kv_head) {
-        add_item(row, kv_head, splits);
+      for (int64_t first = 0; first < params_.nodes; first += sizes_.nodes) {
+        const Range nodes{first, std::min(params_.nodes, first + sizes_.nodes)};
+        const Range seen = TreeRow(params_, row).seen(nodes);
+        const Range splits{seen.begin / kSplitKeys, (seen.end + kSplitKeys - 1) / kSplitKeys};
+        for (int64_t kv_head = 0; kv_head < params_.kv_heads; ++kv_head) {
+          add_item(row, kv_head, nodes, splits);
+        }
       }
     }
     finish_wave();
@@ -74,14 +79,16 @@ class Waves {
     return {partials_.at_least((slot + 1) * floats) + slot * floats, sizes_};
   }
 
-  void add_item(int64_t row, int64_t kv_head, Range splits) {
+  void add_item(int64_t row, int64_t kv_head, const Range& nodes, Range splits) {
     bool is_continued = false;
     do {
       const int64_t begin = std::ssize(tasks_);
       const int64_t count = std::min(splits.end - splits.begin, max_tasks_ - begin);
-      for (int64_t i = 0; i < count; ++i) tasks_.push_back({row, kv_head, splits.begin + i});
+      for (int64_t i = 0; i < count; ++i) {
+        tasks_.push_back({row, kv_head, nodes, splits.begin + i});
+      }
       splits.begin += count;
-      items_.push_back({row, kv_head, begin, begin + count, is_continued, splits.is_empty()});
+      items_.push_back({row, kv_head, nodes, begin, begin + count, is_continued, splits.is_empty()});
       if (begin + count == max_tasks_) finish_wave();
       is_continued = true;
     } while (!splits.is_empty());
@@ -89,17 +96,18 @@ class Waves {
 
   void finish_wave() {
     if (items_.empty()) return;
-    const int64_t num_tasks = std::ssize(tasks_), num_rows = std::ssize(items_) * sizes_.rows;
+    const int64_t rows = sizes_.nodes * sizes_.group;
+    const int64_t num_tasks = std::ssize(tasks_), num_rows = std::ssize(items_) * rows;
     partial(num_tasks);  // allocates memory for all tasks before threads use it
-    const int64_t task_work = 2 * sizes_.rows * kSplitKeys * params_.head_dim;
+    const int64_t task_work = 2 * rows * kSplitKeys * params_.head_dim;
     parallel_for_(num_tasks, kGrainWork / task_work + 1, [this](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         attend_split(params_, sizes_, tasks_[i], partial(i + 1));
       }
     });
     const int64_t row_work = params_.head_dim * (num_tasks / std::ssize(items_) + 1);
-    parallel_for_(num_rows, kGrainWork / row_work + 1, [this](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) merge(items_[i / sizes_.rows], i % sizes_.rows);
+    parallel_for_(num_rows, kGrainWork / row_work + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) merge(items_[i / rows], i % rows);
     });
     const Item last = items_.back();
     if (!last.is_complete && !last.is_continued) {
@@ -111,7 +119,8 @@ class Waves {
 
   // Merges the splits of one query row, and stores the output if no splits follow.
   void merge(const Item& item, int64_t query_row) {
-    const int64_t node = query_row / sizes_.group;
+    const int64_t node = item.nodes.begin + query_row / sizes_.group;
+    if (node >= item.nodes.end) return;  // the last block has fewer nodes
     const int64_t head = item.kv_head * sizes_.group + query_row % sizes_.group;
     const int64_t offset = ((item.row * params_.nodes + node) * params_.heads + head) *
                            params_.head_dim * element_size(params_.type);
@@ -174,9 +183,15 @@ std::optional<std::string> find_invalid_row(const TreeAttentionParams& params, i
     return std::string(name) + "[" + std::to_string(row) + "] = " + std::to_string(value) +
            "; expected -2^60 to 2^60";
   }
-  if (view.prefix_length() < 0) {
+  if (view.prefix_length() < 0 && params.ancestors != nullptr) {
     return "prefix_lengths[" + std::to_string(row) + "] = " + std::to_string(view.prefix_length()) +
            "; expected 0 or more";
+  }
+  if (params.ancestors == nullptr) {
+    const Range seen = view.seen({0, params.nodes});
+    if (seen.is_empty()) return std::nullopt;
+    return find_invalid_range(params, row, "the prompt", view.prefix_slot(seen.begin),
+                              view.prefix_slot(seen.end));
   }
   int64_t last_node = -1;
   for (int64_t node = 0; node < params.nodes; ++node) {
@@ -190,7 +205,7 @@ std::optional<std::string> find_invalid_row(const TreeAttentionParams& params, i
     return "ancestors[" + std::to_string(row) + "] names node " + std::to_string(last_node) +
            "; expected nodes in [0, " + std::to_string(params.nodes) + ")";
   }
-  const Range prefix = view.seen().intersection({0, view.prefix_length()});
+  const Range prefix = view.seen({0, params.nodes}).intersection({0, view.prefix_length()});
   if (!prefix.is_empty()) {
     if (auto problem = find_invalid_range(params, row, "the prefix", view.prefix_slot(prefix.begin),
                                           view.prefix_slot(prefix.end))) {

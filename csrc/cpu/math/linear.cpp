@@ -1,6 +1,6 @@
-// CPU op linear: passes of up to 32 rows; a pass is one parallel loop over tiles of output columns.
-// The inputs are copied into the order in which the kernels read them (linear_kernel.h); the
-// weights are not copied.
+// CPU op linear. Few rows: passes of up to 32 rows; a pass is one parallel loop over tiles of output
+// columns. The inputs are copied into the order in which the kernels read them (linear_kernel.h);
+// the weights are not copied. Many rows: many_rows.cpp.
 //
 // Bits: AVX2 and AVX-512 agree, with and without vdpbf16ps, unless a bfloat16 or a partial sum is
 // subnormal, which vdpbf16ps treats as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "many_rows.h"
 #include "products.h"
 
 namespace specdec::cpu {
@@ -84,6 +85,7 @@ void run_tiles(const Products& code, const LinearPass& pass, std::span<const Lin
 }  // namespace
 
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
+  if (products[0].many_rows) return many_rows_linears(products, parallel_for);
   const Products code = cpu::products(products[0].type);
   int64_t tiles = 0;
   for (const LinearParams& params : products) tiles += num_tiles(params);

@@ -8,7 +8,8 @@
 #include <cstring>
 
 #define SPECDEC_LINEAR_TARGET SPECDEC_TARGET_AVX2
-#include "panel_kernel.h"
+#include "many_rows_kernel.h"
+#include "transpose.h"
 
 namespace specdec::cpu {
 namespace {
@@ -17,10 +18,17 @@ struct Avx2 {
   using Vector = __m256;
   static constexpr int kParts = 2;
   static constexpr int kPanelRows = 2;
+  static constexpr int kManyRows = 6;
 
   SPECDEC_LINEAR_INLINE static Vector zero() { return _mm256_setzero_ps(); }
   SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) { return _mm256_load_ps(p); }
   SPECDEC_LINEAR_INLINE static void store_lanes(Vector v, float* p) { _mm256_store_ps(p, v); }
+
+  SPECDEC_LINEAR_INLINE static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+  SPECDEC_LINEAR_INLINE static void transpose(const float* const* rows, int64_t column, float* out,
+                                              int64_t stride) {
+    transpose_8x8(rows, column, out, stride);
+  }
 
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][2], float* out) {
     __m256 by8[4];
@@ -94,7 +102,8 @@ struct BFloat16Split : Avx2 {
 }  // namespace
 
 Products products_avx2(FloatType type) {
-  return type == FloatType::kFloat32 ? products_with<Float32>() : products_with<BFloat16Split>();
+  return type == FloatType::kFloat32 ? products_with<Float32, Float32>()
+                                     : products_with<BFloat16Split, Float32>();
 }
 
 }  // namespace specdec::cpu

@@ -14,7 +14,8 @@
   __attribute__((                                             \
       target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
              "avx2,fma,prefer-vector-width=512")))
-#include "panel_kernel.h"
+#include "many_rows_kernel.h"
+#include "transpose.h"
 
 namespace specdec::cpu {
 namespace {
@@ -25,6 +26,7 @@ struct Avx512 {
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 8;
   static constexpr int kPanelRows = 8;
+  static constexpr int kManyRows = 12;
   static constexpr int num_outs(int rows) {
     return rows <= 2 ? 8 : rows == 3 ? 6 : rows <= 6 ? 4 : 3;
   }
@@ -32,6 +34,12 @@ struct Avx512 {
   SPECDEC_LINEAR_INLINE static Vector zero() { return _mm512_setzero_ps(); }
   SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) { return _mm512_load_ps(p); }
   SPECDEC_LINEAR_INLINE static void store_lanes(Vector v, float* p) { _mm512_store_ps(p, v); }
+
+  SPECDEC_LINEAR_INLINE static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+  SPECDEC_LINEAR_INLINE static void transpose(const float* const* rows, int64_t column, float* out,
+                                              int64_t stride) {
+    transpose_8x8(rows, column, out, stride);
+  }
 
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
     const __m512 a = four[0][0], b = four[1][0], c = four[2][0], d = four[3][0];
@@ -115,8 +123,9 @@ struct BFloat16Split : Avx512 {
 }  // namespace
 
 Products products_avx512(FloatType type) {
-  if (type == FloatType::kFloat32) return products_with<Float32>();
-  return cpu_has_avx512_bf16() ? products_with<BFloat16Dot>() : products_with<BFloat16Split>();
+  if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
+  return cpu_has_avx512_bf16() ? products_with<BFloat16Dot, BFloat16Dot>()
+                               : products_with<BFloat16Split, Float32>();
 }
 
 }  // namespace specdec::cpu

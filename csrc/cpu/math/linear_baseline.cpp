@@ -3,7 +3,7 @@
 #include <cstring>
 
 #define SPECDEC_LINEAR_TARGET
-#include "panel_kernel.h"
+#include "many_rows_kernel.h"
 
 namespace specdec::cpu {
 namespace {
@@ -27,6 +27,7 @@ struct Portable {
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 2;
   static constexpr int kPanelRows = 2;
+  static constexpr int kManyRows = 2;
   static constexpr int num_outs(int) { return 2; }
   struct Operand {
     T element[kStepBytes / sizeof(T)];
@@ -68,6 +69,20 @@ struct Portable {
   SPECDEC_LINEAR_INLINE static void store_lanes(const Vector& v, float* p) {
     std::memcpy(p, &v, sizeof(v));
   }
+  SPECDEC_LINEAR_INLINE static Vector add(const Vector& a, const Vector& b) {
+    Vector sum;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sum.value[lane] = exact_add(a.value[lane], b.value[lane]);
+    }
+    return sum;
+  }
+  SPECDEC_LINEAR_INLINE static void transpose(const float* const* rows, int64_t column, float* out,
+                                              int64_t stride) {
+    for (int64_t i = 0; i < kTransposed; ++i) {
+      for (int64_t j = 0; j < kTransposed; ++j) out[j * stride + i] = rows[i][column + j];
+    }
+  }
+
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
     for (int i = 0; i < 4; ++i) {
       Vector v = four[i][0];
@@ -82,8 +97,8 @@ struct Portable {
 }  // namespace
 
 Products products_baseline(FloatType type) {
-  return type == FloatType::kFloat32 ? products_with<Portable<float>>()
-                                     : products_with<Portable<BFloat16>>();
+  return type == FloatType::kFloat32 ? products_with<Portable<float>, Portable<float>>()
+                                     : products_with<Portable<BFloat16>, Portable<float>>();
 }
 
 }  // namespace specdec::cpu

@@ -85,10 +85,4 @@ class PanelKernel {
   }
 };
 
-// The products with the format F.
-template <class F>
-Products products_with() {
-  return {F::kMaxRows, LinearKernel<F>::run, PanelKernel<F>::run};
-}
-
 }  // namespace specdec::cpu

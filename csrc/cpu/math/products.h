@@ -1,5 +1,6 @@
-// The matrix products of `linear` and of panels, as linear.cpp and panels.cpp call them. They are
-// compiled for each instruction set: linear_kernel.h, panel_kernel.h.
+// The matrix products of `linear` and of panels, as linear.cpp, many_rows.cpp and panels.cpp call
+// them. They are compiled for each instruction set: linear_kernel.h, many_rows_kernel.h,
+// panel_kernel.h.
 #pragma once
 
 #include <algorithm>
@@ -27,6 +28,17 @@ struct LinearPass {
   const std::byte* inputs;
 };
 
+constexpr int64_t kManyPassRows = 256;
+constexpr int64_t kManyOuts = 32;  // weight rows that a thread takes at least
+
+// Up to kManyPassRows rows of a product for many rows, with the inputs as `pack_inputs` writes them.
+struct ManyRowsPass {
+  const LinearParams& params;
+  int64_t first_row;
+  int64_t rows;
+  const float* inputs;
+};
+
 // The products of one element type on one instruction set.
 struct Products {
   int64_t max_rows;  // of a block of a LinearPass
@@ -36,6 +48,13 @@ struct Products {
   // `stride` apart.
   void (*panel)(const void* panel, const void* input, int64_t rows, int64_t ins, float* values,
                 int64_t stride);
+  // Number of float32 that the packed inputs of a pass take.
+  int64_t (*packed_size)(int64_t rows, int64_t ins);
+  // Packs rows [begin, end) of those from params.input's `first_row` on, of `rows` in the pass.
+  void (*pack_inputs)(const LinearParams& params, int64_t first_row, int64_t rows, int64_t begin,
+                      int64_t end, float* packed);
+  // Writes the pass's rows of output[:, first_out:end_out].
+  void (*many_rows)(const ManyRowsPass& pass, int64_t first_out, int64_t end_out);
 };
 
 // `type` is float32 or bfloat16.

@@ -1,13 +1,14 @@
-// decoder_layers: the layers of a Llama-like decoder over the nodes of draft trees, and the final
-// norm. With h the input, a layer computes
+// decoder_layers: the layers of a Llama-like decoder over the nodes of draft trees or over columns of
+// prompts, and the final norm. With h the input, a layer computes
 //
 //   x = norm(h);  q, k, v = x Wq, x Wk, x Wv (+ biases);  q, k = norm(q), norm(k) where the model
 //   has such norms;  q, k = rotate(q), rotate(k);  k, v go to cache slots [start, start + nodes)
 //   h = h + attention(q, cache) Wo;  x = norm(h);  h = h + (silu(x Wg) * x Wu) Wd
 //
 // where norm(x) is x / sqrt(mean(x^2) + eps) * weight. Results are rounded to the type after every
-// operation, as in a model that stores a tensor after each. Products follow linear.h, attention
-// follows tree_attention.h, so the bits of a node do not depend on the other nodes.
+// operation, as in a model that stores a tensor after each. Products follow linear.h (for few rows,
+// in a prompt for many), attention follows tree_attention.h, so the bits of a node do not depend on
+// the other nodes.
 #pragma once
 
 #include <span>
@@ -50,7 +51,7 @@ struct DecoderParams {
   int64_t rotation_rows;  // batch or 1
   std::span<const DecoderLayer> layers;
   const void* final_norm;               // [hidden]
-  const int64_t* ancestors;             // [batch, nodes, words] contiguous
+  const int64_t* ancestors;             // [batch, nodes, words] contiguous, or null: a prompt
   View1<const int64_t> prefix_starts;   // [batch] slot of position 0
   View1<const int64_t> prefix_lengths;  // [batch] committed tokens
   int64_t start;                        // the slot of node 0

@@ -1,15 +1,21 @@
-// linear: input @ weight.T + bias for few input rows. The bits of a row of the result do not depend
-// on the other rows. (A matrix library chooses the order of summation by the number of rows, so a
-// token's logits would depend on how many tokens are scored together.)
+// linear: input @ weight.T + bias. The bits of a row of the result do not depend on the other rows.
+// (A matrix library chooses the order of summation by the number of rows, so a token's logits would
+// depend on how many tokens are scored together.)
 //
-// Each output element is summed in float32 with fused multiply-add, by 16 lanes in a fixed order:
+// Each output element is summed in float32 with fused multiply-add in a fixed order. For few input
+// rows, 16 lanes sum:
 //
 //   float32:  lane l takes the elements l, l + 16, l + 32, ... of in_features
 //   bfloat16: lane l takes 2l + 1, 2l, 2l + 33, 2l + 32, 2l + 65, ... (pairs, as vdpbf16ps does)
 //
 // in_features is padded with zeros to a whole number of lanes. At the end lane l + 8 is added to
-// lane l, the 8 sums to each other at distance 4, then 2, then 1; the bias is added; the sum is
-// rounded once.
+// lane l, the 8 sums to each other at distance 4, then 2, then 1. For many rows, a sum of its own
+// takes each block of 256 elements, and the sums of blocks are added one after the other:
+//
+//   float32:  elements 0, 1, 2, 3, ...
+//   bfloat16: elements 1, 0, 3, 2, ... (in_features is padded with a zero to pairs)
+//
+// In both, the bias is added to the sum, which is rounded once.
 #pragma once
 
 #include <span>
@@ -36,6 +42,8 @@ struct LinearParams {
 
   void* output;  // [rows, out_features], last dimension contiguous
   int64_t output_stride;
+  // Which order: for many rows, the fastest from about 32 rows on, or for few.
+  bool many_rows;
 };
 
 namespace cpu {

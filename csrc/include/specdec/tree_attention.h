@@ -48,7 +48,10 @@ struct TreeAttentionParams {
   int64_t num_pages;                // of key and value; without a page table: batch
   int64_t page_size;                // slots of a page; without a page table: slots of a row
   int64_t pages_per_row;            // columns of the page table; without one: 1
-  const int64_t* ancestors;         // [batch, nodes, words] bits of the node and its ancestors
+  // [batch, nodes, words] bits of the node and its ancestors. On the CPU, null if the nodes are a
+  // chain whose slots follow the prefix (a prompt). Then prefix_lengths may be negative: so many
+  // nodes before the first token are padding and see nothing, and there may be any number of nodes.
+  const int64_t* ancestors;
   int64_t ancestors_batch_stride;
   int64_t ancestors_node_stride;
   int64_t ancestors_word_stride;

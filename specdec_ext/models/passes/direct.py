@@ -7,7 +7,8 @@ copy, and uses the same row-invariant matrix products and attention as other blo
 
 A model is excluded if it was modified or is observed: hooks, a ``forward`` set on an instance, code from
 outside of transformers, subclasses of ``nn.Linear``, quantised or parametrized weights, compilation. The
-first pass of a model is computed both ways, and the logits are compared.
+first prompt of a model and the first pass over a draft tree are computed both ways, and the logits are
+compared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,27 @@ _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
-_agreed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+# Kinds of passes.
+PROMPT, TREE = "prompt", "tree"
+
+# Of each model, the kinds of passes of which both ways were compared, and whether they agreed.
+_agreed: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class PromptBlock:
+    """Columns of prompts; with the attributes of :class:`TreeBlock` that ``ops.decoder_layers`` takes.
+
+    Attributes:
+        prefix_starts: ``[rows]`` slot of the first token of each row.
+        prefix_lengths: ``[rows]`` number of tokens before the columns; negative if these begin with padding.
+        stop: the slot after the last column, a number on the host.
+    """
+
+    prefix_starts: Tensor
+    prefix_lengths: Tensor
+    stop: int
+    ancestors: None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,7 @@ class DirectPass:
     weights: list[Tensor]
     head: nn.Linear
     windows: list[int]
+    kv_heads: int
     head_dim: int
     eps: float
     scale: float
@@ -69,23 +91,29 @@ class DirectPass:
         self,
         tokens: Tensor,
         position_ids: Tensor,
-        block: TreeBlock,
+        block: TreeBlock | PromptBlock,
         layers: Sequence[RollbackLayer],
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Score ``tokens [rows, nodes]`` and append their keys and values to the cache.
+
+        ``kept`` lists the nodes whose logits are wanted; None for all.
 
         Returns:
             ``[rows, nodes, vocab]`` logits, and the arguments of :meth:`HiddenStateRecorder.chosen`.
         """
         rows, nodes = tokens.shape
+        hidden = nn.functional.embedding(tokens, self.embedding)
         caches = []
         for layer in layers:
             layer.reserve(block.stop)
+            if not layer.is_initialized:
+                nothing = hidden.new_empty(rows, self.kv_heads, 0, self.head_dim)
+                layer.lazy_initialization(nothing, nothing)
             layer.length = block.stop
             caches += layer.buffers
         if len(caches[0]) != rows:
             caches = [buffer[:rows] for buffer in caches]
-        hidden = nn.functional.embedding(tokens, self.embedding)
         cosines, sines = self.rotary(hidden, position_ids=position_ids)
         states, output = ops.decoder_layers(
             hidden,
@@ -102,13 +130,15 @@ class DirectPass:
             self.eps,
             self.scale,
         )
-        logits = ops.linear(output, self.head.weight, self.head.bias)
+        scored = output if kept is None else output[:, kept]
+        logits = ops.linear(scored, self.head.weight, self.head.bias)
         return logits, (hidden, states, output)
 
 
 def direct_pass(model: PreTrainedModel) -> DirectPass | None:
     """Return the direct pass of a model, or None if the model is not eligible."""
-    if _agreed.get(model) is False or torch.is_autocast_enabled("cpu") or not is_untouched(model):
+    differed = False in _agreed.get(model, {}).values()
+    if differed or torch.is_autocast_enabled("cpu") or not is_untouched(model):
         return None
     try:
         return _read(model)
@@ -116,25 +146,26 @@ def direct_pass(model: PreTrainedModel) -> DirectPass | None:
         return None
 
 
-def agrees(model: nn.Module, directly: Tensor, by_modules: Tensor) -> bool:
-    """Whether the logits of both ways differ by rounding only; the result is remembered for the model."""
+def agrees(model: nn.Module, kind: str, directly: Tensor, by_modules: Tensor) -> bool:
+    """Whether the logits of both ways differ by rounding only; remembered for this kind of passes."""
     error = relative_difference(directly, by_modules)
     if not math.isfinite(error):
         return False  # NaN or infinite logits prove nothing; not remembered
-    _agreed[model] = error <= TOLERANCE[by_modules.dtype]
-    if not _agreed[model]:
+    agreed = _agreed.setdefault(model, {})
+    agreed[kind] = error <= TOLERANCE[by_modules.dtype]
+    if not agreed[kind]:
         warnings.warn(
             f"{type(model).__name__} has the code of a supported decoder, but its logits differ from those "
             f"of the fused pass by {error:.2g} (relative). It is run module by module, which is slower. "
             f"Please report this, with the version of transformers, {transformers.__version__}",
             stacklevel=2,
         )
-    return _agreed[model]
+    return agreed[kind]
 
 
-def is_agreed(model: nn.Module) -> bool:
-    """Whether both ways were compared for this model and agreed."""
-    return _agreed.get(model, False)
+def is_agreed(model: nn.Module, kind: str) -> bool:
+    """Whether both ways were compared for this kind of passes of the model and agreed."""
+    return _agreed.get(model, {}).get(kind, False)
 
 
 def _read(model: Any) -> DirectPass | None:
@@ -188,6 +219,7 @@ def _read(model: Any) -> DirectPass | None:
         weights,
         head,
         _windows(decoder),
+        first.k_proj.out_features // first.head_dim,
         first.head_dim,
         norm.variance_epsilon,
         first.scaling,

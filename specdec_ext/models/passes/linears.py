@@ -1,9 +1,10 @@
-"""Row-invariant ``nn.Linear`` modules during a decoding pass on the CPU.
+"""Row-invariant ``nn.Linear`` modules during a pass on the CPU.
 
 A matrix library sums in an order that depends on the number of rows, so a token's logits depend on the number
-of tokens that are scored with it. ``ops.linear`` always sums in the same order, and is faster for few rows.
-While :func:`row_invariant_linears` is open, plain ``torch.nn.Linear`` modules use it in this thread. Hooks
-run as usual, and afterwards the modules are as before.
+of tokens that are scored with it. ``ops.linear`` always sums in the same order: one for the few rows of a
+decoding pass, one for the many rows of a prompt. It is faster for few rows, and for many rows in bfloat16 on
+processors without bfloat16 arithmetic. While :func:`row_invariant_linears` is open, plain ``torch.nn.Linear``
+modules use it in this thread. Hooks run as usual, and afterwards the modules are as before.
 
 The following are computed by their own forward: subclasses, parametrized and quantised linear layers, modules
 whose ``forward`` other software has replaced (offloading), compiled models, training mode, autocast, calls
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,30 @@ from torch import Tensor, nn
 from specdec_ext import ops
 from specdec_ext.models.patching.forwards import own_forward_replaced, replaced_forward
 
-# Largest number of prompt tokens for which the op is used. A prompt is computed once, in the same way with
-# every drafter, so only speed matters there. Decoding passes of all sizes use the op.
-MAX_PROMPT_ROWS = 32
+
+@cache
+def multiplies_prompts(dtype: torch.dtype) -> bool:
+    """Whether ``ops.linear`` is the way to multiply the many rows of a prompt on this processor.
+
+    Matrix units (AMX), which only torch uses, multiply bfloat16 several times as fast as vector units. A
+    prompt is computed once, in the same way with every drafter, so only speed matters there.
+    """
+    return dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
 
 
-def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+def _few_rows(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    return _linear(module, forward, input, many_rows=False)
+
+
+def _many_rows(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    if not multiplies_prompts(input.dtype):
+        return forward(input)
+    return _linear(module, forward, input, many_rows=True)
+
+
+def _linear(
+    module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor, *, many_rows: bool
+) -> Tensor:
     parameters = module._parameters
     weight, bias = parameters["weight"], parameters["bias"]
     if (
@@ -41,7 +61,7 @@ def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tenso
         return forward(input)
     if input.stride(-1) != 1 or input.ndim > 3:
         input = input.contiguous()
-    return ops.linear(input, weight, bias)
+    return ops.linear(input, weight, bias, many_rows=many_rows)
 
 
 def plain_linears(model: nn.Module) -> list[nn.Linear]:
@@ -71,9 +91,12 @@ def is_plain(module: nn.Linear) -> bool:
     )
 
 
-def row_invariant_linears(modules: Sequence[nn.Linear]) -> AbstractContextManager[None]:
+def row_invariant_linears(
+    modules: Sequence[nn.Linear], *, many_rows: bool = False
+) -> AbstractContextManager[None]:
     """Make these modules, from :func:`plain_linears`, compute row-invariantly in this thread.
 
-    Contexts may be nested, and several threads may open them for the same modules.
+    ``many_rows`` selects the order of sums, see :func:`specdec_ext.ops.linear`. Contexts may be nested, and
+    several threads may open them for the same modules.
     """
-    return replaced_forward(modules, _linear)
+    return replaced_forward(modules, _many_rows if many_rows else _few_rows)

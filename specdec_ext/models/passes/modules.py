@@ -54,6 +54,10 @@ class ModulePass:
         self.griffin_blocks = recurrent_blocks(model) if cache.states else []
         self._scans = stateless_scans(model) if cache.states else []
         self._linears = plain_linears(model)
+        head = model.get_output_embeddings()
+        # In a prompt, the output head has few rows: the columns in which texts end.
+        self._head = [each for each in self._linears if each is head]
+        self._inner = [each for each in self._linears if each is not head]
         self._checked = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
         self.recorder = HiddenStateRecorder(model, self.config, ())
 
@@ -74,7 +78,8 @@ class ModulePass:
 
         Args:
             block: which slots the tokens may attend to; None uses transformers' own masks.
-            max_rows: up to this many tokens, linear layers are computed row-invariantly.
+            max_rows: up to this many tokens, linear layers sum in the order for few rows, beyond in that for
+                many.
             past: whether the cache holds tokens before these.
             inputs: passed to the model's forward.
 
@@ -101,6 +106,9 @@ class ModulePass:
                 stack.enter_context(patched(self.patches))
             if rows * columns <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
+            else:
+                stack.enter_context(row_invariant_linears(self._head))
+                stack.enter_context(row_invariant_linears(self._inner, many_rows=True))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
             if self.griffin_blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,25 @@ from transformers import GenerationConfig
 from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.compat import CACHE, masked_columns
-from specdec_ext.models.passes.linears import MAX_PROMPT_ROWS
-from specdec_ext.models.passes.modules import ModulePass
+from specdec_ext.models.passes.direct import PROMPT, PromptBlock, agrees, is_agreed
+from specdec_ext.models.passes.linears import multiplies_prompts
 from specdec_ext.models.passes.prompt import Prompt
+from specdec_ext.models.patching.changes import inference_mode
+from specdec_ext.models.slots.runner import PassRunner
 from specdec_ext.models.support import beyond_text
+
+# The most columns of a direct pass: the states of all its layers are in memory at the same time.
+DIRECT_COLUMNS = 512
+
+# Runs the columns from one to another of a prompt with these input_ids.
+Read = Callable[[Prompt, Tensor, int, int], TargetOutput]
 
 
 class Prefill:
     """The prompt pass of one call.
 
     Args:
-        modules: runs the passes.
+        runner: has the two ways to run the passes, by modules and directly.
         prompt_kwargs: inputs that ``generate`` prepared, if the prompt is more than text (images, audio).
 
     Attributes:
@@ -33,10 +41,11 @@ class Prefill:
             recorded.
     """
 
-    def __init__(self, modules: ModulePass, prompt_kwargs: dict[str, Any] | None):
-        self._modules, self._cache = modules, modules.cache
+    def __init__(self, runner: PassRunner, prompt_kwargs: dict[str, Any] | None):
+        self._runner, self._modules = runner, runner.modules
+        self._cache = self._modules.cache
         self._prompt_kwargs = prompt_kwargs
-        self._name = type(modules.model).__name__
+        self._name = type(self._modules.model).__name__
         self._chunk: int | None = None  # the most columns that one pass reads
         self._embeddings: Tensor | None = None  # the prompt as embeddings, read instead of its ids
         self.offset = 0
@@ -133,10 +142,43 @@ class Prefill:
 
         The last value is the output, see :meth:`Target.prefill`; those before it are None.
         """
+        if not self._can_read_directly(prompt, input_ids):
+            yield (yield from self._read(prompt, input_ids, self._by_modules, self._chunk))
+            return
+        model, chunk = self._modules.model, self._chunk or DIRECT_COLUMNS
+        by_modules: TargetOutput | None = None
+        if not is_agreed(model, PROMPT):
+            by_modules = yield from self._read(prompt, input_ids, self._by_modules, self._chunk)
+            self._forget(prompt)
+            yield None
+        output = yield from self._read(prompt, input_ids, self._directly, chunk)
+        if by_modules and not agrees(model, PROMPT, output.logits, by_modules.logits):
+            self._runner.direct = None
+            self._forget(prompt)
+            yield None
+            output = yield from self._read(prompt, input_ids, self._by_modules, self._chunk)
+        yield output
+
+    def _can_read_directly(self, prompt: Prompt, input_ids: Tensor) -> bool:
+        return (
+            self._runner.direct is not None
+            and self._embeddings is None
+            and prompt.holes == 0
+            and multiplies_prompts(self._modules.model.dtype)
+        )
+
+    def _forget(self, prompt: Prompt) -> None:
+        """Remove from the cache what was read of the prompt."""
+        self._cache.set_length(prompt.past, self._cache.layers[0].slack)
+
+    def _read(
+        self, prompt: Prompt, input_ids: Tensor, read: Read, chunk: int | None
+    ) -> Generator[None, None, TargetOutput]:
+        """Run the columns that are not in the cache yet, ``chunk`` in each pass; yield between passes."""
         logits: Tensor | None = None
         states = [*self.restored]
-        for begin, end in prompt.chunks(self._chunk, only_tokens=bool(self._cache.states)):
-            output = self._run_columns(prompt, input_ids, begin, end)
+        for begin, end in prompt.chunks(chunk, only_tokens=bool(self._cache.states)):
+            output = read(prompt, input_ids, begin, end)
             if logits is not None:  # rows padded on the right may have ended in an earlier chunk
                 output.logits = torch.where(
                     (prompt.last < begin)[:, None, None], logits, output.logits
@@ -155,10 +197,25 @@ class Prefill:
             output.aux_hidden_states = tuple(
                 torch.cat(chunks, dim=1) for chunks in zip(*states, strict=True)
             )
-        yield output
+        return output
 
-    def _run_columns(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
-        """Run columns ``begin`` to ``end``; ``logits [rows, 1, vocab]`` are valid for rows that end there."""
+    def _directly(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
+        """Run these columns with ``ops.decoder_layers``; no row has padding between its tokens."""
+        assert self._runner.direct is not None
+        kept = torch.tensor([end - begin - 1], device=input_ids.device)  # all rows end together
+        block = PromptBlock(prompt.first, begin - prompt.first, end)
+        with inference_mode():
+            logits, states = self._runner.direct(
+                input_ids[:, begin:end],
+                prompt.positions[:, begin:end],
+                block,
+                self._cache.layers,
+                kept,
+            )
+            return TargetOutput(logits, self._modules.recorder.chosen(*states))
+
+    def _by_modules(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
+        """Run these columns; ``logits [rows, 1, vocab]`` are valid for rows that end among them."""
         block = prompt.visibility(begin, end)
         ends = prompt.ends(begin, end) or [end - begin - 1]
         kept = torch.tensor(ends, device=input_ids.device)
@@ -178,7 +235,7 @@ class Prefill:
                     prompt.valid[:, :end].long() if prompt.padded and block is None else None
                 ),
             }
-        output = self._modules(block, MAX_PROMPT_ROWS, past=begin > 0, **inputs, **keep)
+        output = self._modules(block, max_rows=0, past=begin > 0, **inputs, **keep)
         self._cache.take_layers()
         output.logits = _pick_columns(output.logits, prompt.last - begin, kept)
         return output

@@ -19,7 +19,7 @@ from specdec_ext import ops
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.graphs import GraphRunner
 from specdec_ext.models.passes.attention import IMPLEMENTATION, TreeBlock
-from specdec_ext.models.passes.direct import DirectPass, agrees, is_agreed
+from specdec_ext.models.passes.direct import TREE, DirectPass, agrees, is_agreed
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.passes.visibility import SlotVisibility
 from specdec_ext.models.patching.changes import inference_mode
@@ -36,9 +36,9 @@ class PassRunner:
         graphs: runs recorded passes; None if the call does not ask for them.
 
     Attributes:
-        invariant_rows: the largest number of tokens in a pass for which linear layers are computed
-            row-invariantly. Only with no limit are a token's bits the same in every pass; a draft model does
-            not need that.
+        invariant_rows: the largest number of tokens in a pass for which linear layers sum in the order for
+            few rows. Only with no limit are a token's bits the same in every pass; a draft model does not
+            need that.
     """
 
     def __init__(
@@ -46,13 +46,16 @@ class PassRunner:
     ):
         self.modules, self._cache = modules, modules.cache
         self.graphs = graphs
-        self.direct = direct if direct and direct.serves(self._cache.cache.layers) else None
         self.invariant_rows: float = math.inf
         # tree_attention computes attention over slots, and replaces only this implementation.
         self._has_attention = (
             bool(self._cache.layers) and modules.config._attn_implementation == IMPLEMENTATION
         )
-        self._compared = is_agreed(modules.model)  # whether both kinds of passes were compared
+        serves = direct and self._has_attention and direct.serves(self._cache.cache.layers)
+        self.direct = direct if serves else None
+        self._compared = is_agreed(
+            modules.model, TREE
+        )  # whether both kinds of passes were compared
 
     def score(self, tree: DraftTree, rows: RowLayout) -> TargetOutput:
         """Run one pass over the nodes of ``tree``, whose roots follow the tokens in the cache."""
@@ -107,7 +110,7 @@ class PassRunner:
         self._cache.set_length(rows.start, rows.slack)
         directly = self._score_directly(tree, block, positions)
         self._cache.set_length(rows.start, rows.slack)
-        return agrees(self.modules.model, directly.logits, by_modules.logits)
+        return agrees(self.modules.model, TREE, directly.logits, by_modules.logits)
 
     def _score_directly(self, tree: DraftTree, block: TreeBlock, positions: Tensor) -> TargetOutput:
         """Run the pass with ``ops.decoder_layers`` instead of the model's modules."""

@@ -93,7 +93,7 @@ class SlotTarget(Target):
             direct,
             GraphRunner(self._modules, max_slots, required=graphs is True) if recorded else None,
         )
-        self._prefill = Prefill(self._modules, prompt_kwargs)
+        self._prefill = Prefill(self.runner, prompt_kwargs)
         self._replay: Replay | None = None
         if self._slots.states:
             recorded = bool(self._modules.forward_kwargs.get("output_attentions"))

@@ -1,0 +1,13 @@
+// The products of `linear` for many input rows.
+#pragma once
+
+#include <span>
+
+#include "specdec/linear.h"
+
+namespace specdec::cpu {
+
+// As `linears`, for products with many_rows.
+void many_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for);
+
+}  // namespace specdec::cpu

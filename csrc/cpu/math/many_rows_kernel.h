@@ -1,0 +1,219 @@
+// The loops of `linear` for many input rows, written once and compiled for each instruction set.
+// They use the formats of linear_kernel.h, and from each also
+//
+//   kManyRows                                   number of input rows in a register block
+//   broadcast(p)                                see panel_kernel.h
+//   add(vector, vector)
+//   transpose(rows, column, out, stride)        out[j * stride + i] = rows[i][column + j] for i and
+//                                               j below kTransposed
+//
+// Inputs and weights are rows of units of four bytes: a float32, or two bfloat16 for a format that
+// multiplies pairs. Other formats multiply bfloat16 as float32, the second of a pair first.
+//
+// Loops, outermost first: groups of kGroupOuts weight rows, blocks of in_features (linear.h), panels
+// of kOuts weight rows, blocks of input rows. A panel's block of in_features is transposed into L1
+// (16 or 32 KiB), where all input rows use it. The block of all inputs stays in L2 while the group's
+// panels use it.
+#pragma once
+
+#include "panel_kernel.h"
+
+namespace specdec::cpu {
+
+constexpr int64_t kTransposed = 8;
+
+template <class F, class Source>
+class ManyRowsKernel {
+ public:
+  static int64_t packed_size(int64_t rows, int64_t ins) {
+    return (num_units(ins) + kUnits - 1) / kUnits * rows * kUnits;
+  }
+
+  // Packed inputs are [blocks of in_features][rows][kUnits].
+  SPECDEC_LINEAR_TARGET static void pack_inputs(const LinearParams& params, int64_t first_row,
+                                                int64_t rows, int64_t begin, int64_t end,
+                                                float* packed) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t row = first_row + r;
+      const Source* input = static_cast<const Source*>(params.input) +
+                            row / params.inner_rows * params.outer_stride +
+                            row % params.inner_rows * params.inner_stride;
+      for (int64_t first = 0; first < num_units(params.in_features); first += kUnits) {
+        unpack(input, params.in_features, first, packed + first * rows + r * kUnits);
+      }
+    }
+  }
+
+  SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
+                                        int64_t end_out) {
+    alignas(64) float sums[kManyPassRows * kGroupOuts];
+    const int64_t units = num_units(pass.params.in_features);
+    for (int64_t out = first_out; out < end_out; out += kGroupOuts) {
+      const int64_t end = std::min(end_out, out + kGroupOuts);
+      for (int64_t first = 0; first == 0 || first < units; first += kUnits) {
+        add_block(pass, out, end, first, std::min(kUnits, units - first), sums);
+      }
+      finish(pass, out, end, sums);
+    }
+  }
+
+ private:
+  static constexpr bool kPairs = sizeof(typename F::Element) == sizeof(BFloat16);
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
+  static constexpr int64_t kOuts = kVectors * kVectorOuts;
+  static constexpr int64_t kGroupOuts = 64;
+  static constexpr int64_t kUnits = kPairs ? 128 : 256;  // of a block
+  static_assert(kManyOuts % kOuts == 0 && kGroupOuts % kOuts == 0 && kUnits % kTransposed == 0);
+
+  using Element = typename F::Element;
+  using Vector = typename F::Vector;
+  using Operand = typename F::Operand;
+  using BlockFunction = void (*)(const float* panel, const float* inputs, int64_t units,
+                                 bool is_first, float* sums);
+
+  static int64_t num_units(int64_t ins) {
+    if (std::is_same_v<Source, float>) return ins;
+    const int64_t pairs = (ins + 1) / 2;
+    return kPairs ? pairs : 2 * pairs;
+  }
+
+  // Copies units [first, first + kUnits) of a row; zeros follow its last element.
+  SPECDEC_LINEAR_INLINE static void unpack(const Source* row, int64_t ins, int64_t first,
+                                           float* units) {
+    if constexpr (std::is_same_v<Source, float>) {
+      const int64_t count = std::min(kUnits, ins - first);
+      std::memcpy(units, row + first, count * sizeof(float));
+      std::fill(units + count, units + kUnits, 0.0f);
+    } else {
+      constexpr int64_t kChunkPairs = kPairs ? kUnits : kUnits / 2;
+      const int64_t begin = kPairs ? 2 * first : first;
+      const int64_t count = std::min(2 * kChunkPairs, ins - begin);
+      uint32_t pairs[kChunkPairs];
+      std::memset(pairs + count / 2, 0, sizeof(pairs) - count / 2 * sizeof(uint32_t));
+      std::memcpy(pairs, row + begin, count * sizeof(Source));
+      if constexpr (kPairs) {
+        std::memcpy(units, pairs, sizeof(pairs));
+      } else {
+        uint64_t swapped[kChunkPairs];
+        for (int64_t i = 0; i < kChunkPairs; ++i) {
+          swapped[i] = (pairs[i] & 0xFFFF0000u) | uint64_t{pairs[i]} << 48;
+        }
+        std::memcpy(units, swapped, sizeof(swapped));
+      }
+    }
+  }
+
+  // Multiplies a block of in_features: `units` units from `first` on.
+  SPECDEC_LINEAR_TARGET static void add_block(const ManyRowsPass& pass, int64_t out, int64_t end,
+                                              int64_t first, int64_t units, float* sums) {
+    static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kManyRows>());
+    alignas(64) float panel[kUnits * kOuts];
+    const float* inputs = pass.inputs + first * pass.rows;
+    for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
+      load_panel(pass.params, panel_out, std::min(end, panel_out + kOuts), first, units, panel);
+      float* panel_sums = sums + (panel_out - out) * pass.rows;
+      for (int64_t row = 0; row < pass.rows; row += F::kManyRows) {
+        const int64_t rows = std::min<int64_t>(F::kManyRows, pass.rows - row);
+        kFunctions[rows - 1](panel, inputs + row * kUnits, units, first == 0,
+                             panel_sums + row * kOuts);
+      }
+    }
+  }
+
+  // Stores a block of weight rows [out, end) as [units][kOuts]; zeros where there is no row.
+  SPECDEC_LINEAR_TARGET static void load_panel(const LinearParams& params, int64_t out, int64_t end,
+                                               int64_t first, int64_t units, float* panel) {
+    float unpacked[kTransposed][kUnits];
+    for (int64_t i = 0; i < kOuts; i += kTransposed) {
+      const float* rows[kTransposed];
+      for (int64_t j = 0; j < kTransposed; ++j) {
+        rows[j] = unpacked[j];
+        if (out + i + j >= end) {
+          std::fill_n(unpacked[j], kUnits, 0.0f);
+          continue;
+        }
+        const Source* row =
+            static_cast<const Source*>(params.weight) + (out + i + j) * params.weight_stride;
+        if constexpr (std::is_same_v<Source, float>) {
+          if (units % kTransposed == 0) {
+            rows[j] = row + first;
+            continue;
+          }
+        }
+        unpack(row, params.in_features, first, unpacked[j]);
+      }
+      for (int64_t unit = 0; unit < units; unit += kTransposed) {
+        F::transpose(rows, unit, panel + unit * kOuts + i, kOuts);
+      }
+    }
+  }
+
+  template <size_t... kIndex>
+  static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
+    return std::array<BlockFunction, sizeof...(kIndex)>{run_block<kIndex + 1>...};
+  }
+
+  // A register block: kRows input rows x the outs of a panel.
+  template <int kRows>
+  SPECDEC_LINEAR_TARGET static void run_block(const float* panel, const float* inputs,
+                                              int64_t units, bool is_first, float* sums) {
+    Vector block[kRows][kVectors];
+    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
+      block[i / kVectors][i % kVectors] = F::zero();
+    }
+    for (int64_t unit = 0; unit < units; ++unit) {
+      Operand w[kVectors];
+      SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) {
+        w[i] = F::load(elements(panel + unit * kOuts + i * kVectorOuts));
+      }
+      SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+        const Operand x = F::broadcast(elements(inputs + r * kUnits + unit));
+        SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) F::multiply_add(block[r][i], w[i], x);
+      }
+    }
+    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
+      float* sum = sums + i * kVectorOuts;
+      Vector& own = block[i / kVectors][i % kVectors];
+      F::store_lanes(is_first ? own : F::add(F::load_lanes(sum), own), sum);
+    }
+  }
+
+  static const Element* elements(const float* units) {
+    return reinterpret_cast<const Element*>(units);
+  }
+
+  SPECDEC_LINEAR_TARGET static void finish(const ManyRowsPass& pass, int64_t out, int64_t end,
+                                           const float* sums) {
+    const LinearParams& params = pass.params;
+    for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
+      const int64_t count = std::min(kOuts, end - panel_out);
+      float bias[kOuts] = {};
+      if (params.bias) {
+        for (int64_t i = 0; i < count; ++i) {
+          bias[i] = to_float(static_cast<const Source*>(params.bias)[panel_out + i]);
+        }
+      }
+      const float* panel_sums = sums + (panel_out - out) * pass.rows;
+      for (int64_t r = 0; r < pass.rows; ++r) {
+        Source* output = static_cast<Source*>(params.output) +
+                         (pass.first_row + r) * params.output_stride + panel_out;
+        Source rounded[kOuts];
+        for (int64_t i = 0; i < kOuts; ++i) {
+          from_float(panel_sums[r * kOuts + i] + bias[i], rounded + i);
+        }
+        std::memcpy(output, rounded, count * sizeof(Source));
+      }
+    }
+  }
+};
+
+// The products with the format F, and for many rows with the format Many, of the same elements.
+template <class F, class Many>
+Products products_with() {
+  using ManyRows = ManyRowsKernel<Many, typename F::Element>;
+  return {F::kMaxRows,           LinearKernel<F>::run,  PanelKernel<F>::run,
+          ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
+}
+
+}  // namespace specdec::cpu
