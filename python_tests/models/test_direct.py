@@ -14,8 +14,8 @@ import specdec_ext
 from specdec_ext import DraftTree, ops
 from specdec_ext.models import make_target
 from specdec_ext.models.compat import CACHE
+from specdec_ext.models.findings import findings_of
 from specdec_ext.models.passes import direct, known_code
-from specdec_ext.models.passes.direct import direct_pass
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
 from specdec_ext.models.patching.forwards import replaced_forward
@@ -24,6 +24,11 @@ DIRECT = {"llama", "qwen3", "mistral-window"}
 TREE = DraftTree(
     torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, -2]])
 )
+
+
+def direct_pass(model):
+    """The direct pass that a call would use."""
+    return direct.usable(model, findings_of(model).direct)
 
 
 @pytest.fixture

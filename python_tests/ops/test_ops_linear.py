@@ -77,7 +77,11 @@ def test_worked_example(elements, dtype, expected):
         ({32: 2.0**24, 33: 1}, torch.bfloat16, 2.0**24),  # the second of a pair first
         ({1: 2.0**24, 0: 1, 2: -(2.0**24)}, torch.bfloat16, 0),
         ({0: 2.0**24, 1: 1, 2: -(2.0**24), 3: -1}, torch.bfloat16, -1),
-        ({0: 2.0**24, 256: 1, 257: 1}, torch.float32, 2.0**24 + 2),  # the next block has its own sum
+        (
+            {0: 2.0**24, 256: 1, 257: 1},
+            torch.float32,
+            2.0**24 + 2,
+        ),  # the next block has its own sum
         ({0: 2.0**24, 256: 1, 257: 1}, torch.bfloat16, 2.0**24),
     ],
 )

@@ -31,7 +31,6 @@ from specdec_ext.models import Target, make_target
 from specdec_ext.models.compat import cached_tokens
 from specdec_ext.models.context_limit import Span
 from specdec_ext.models.patching.changes import transactional
-from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.tensor_parallel import agreed_seed
 from specdec_ext.models.wrapped import (
     check_ids,
@@ -81,7 +80,6 @@ class PreparedCall:
         recorder: Recorder,
         graphs: bool | str,
         max_slots: int | None = None,
-        like: SlotTarget | None = None,
     ) -> Target:
         """The target of the call.
 
@@ -89,7 +87,6 @@ class PreparedCall:
             recorder: collects its outputs.
             graphs: as in :func:`specdec_ext.generate`.
             max_slots: the most cache slots that the call may need; None for its own length and a draft.
-            like: as in :func:`make_target`.
         """
         return make_target(
             self.model,
@@ -99,7 +96,6 @@ class PreparedCall:
             self.config,
             self._span(),
             graphs,
-            like,
         )
 
     def _span(self) -> Span:

@@ -233,12 +233,13 @@ class Engine:
     def _request(self, prepared: PreparedCall, logprobs: int | None, drafts: bool) -> Request:
         recorder: Any = LogprobRecorder(logprobs)
         slots = self.max_length + BLOCK_SLOTS
-        target = prepared.target(prepared.recorder(), False, slots, like=self._loop.target)
+        target = prepared.target(prepared.recorder(), False, slots)
         if not isinstance(target, SlotTarget) or not target.support.batch:
             raise CantJoinError(
                 f"the request can't join a batch: {'; '.join(target.support.reasons)}; call "
                 "specdec_ext.generate for it"
             )
+        target.record_hidden_states(self._loop.target.recorded_layers)
         call = Call.of(prepared, target, recorder, self.drafter if drafts else None)
         handle = Handle(prepared.input_ids.shape[1], Times(time.perf_counter()), call.stats)
         stream: Any = BurstStream(handle, recorder)

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from specdec_ext.models.base import Target
 from specdec_ext.models.compat import cache_of
 from specdec_ext.models.context_limit import Span, rotation_change, scale_change, selection_change
+from specdec_ext.models.findings import findings_of
 from specdec_ext.models.prepared import PreparedTarget
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.support import Support, beyond_text, supports
@@ -23,7 +24,6 @@ def make_target(
     config: GenerationConfig | None = None,
     span: Span | None = None,
     graphs: bool | str = False,
-    like: SlotTarget | None = None,
 ) -> Target:
     """Make the target for one call.
 
@@ -37,22 +37,23 @@ def make_target(
         span: number of rows and lengths of the call. By default one row, and limits that depend on the length
             are not checked.
         graphs: whether passes are recorded; see :class:`~specdec_ext.models.slots.target.SlotTarget`.
-        like: an earlier target of the model, for text alone; None if the model may have changed. If this call
-            is for text alone, too, what the earlier one found out about the model is not looked up again.
 
     Raises:
         ValueError: for an unsupported cache; the message names it and the way out.
     """
     kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
-    if forward_kwargs or beyond_text(kwargs) or kwargs.get("use_cache") is False:
-        like = None
-    support = supports(model, kwargs) if like is None else like.support
+    findings = findings_of(model)
+    use_cache = kwargs.get("use_cache", getattr(model.generation_config, "use_cache", None))
+    as_found = not beyond_text(kwargs) and use_cache is not False
+    support = findings.support if as_found else supports(model, kwargs)
     if span is not None:
         support = _over_span(support, model.config.get_text_config(decoder=True), span)
     if support.by_slots and (support.batch or span is None or span.rows == 1):
         prompt = kwargs if beyond_text(kwargs) else None
         cache = cache_of(kwargs)
-        return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt, graphs, like)
+        return SlotTarget(
+            model, cache, max_slots, support, findings, forward_kwargs, prompt, graphs
+        )
     if graphs is True:
         raise ValueError(
             f"graphs=True, but passes of {type(model).__name__} can't be recorded: transformers lays out its "

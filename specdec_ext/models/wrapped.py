@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec_ext.errors import NotAcceleratedError
+from specdec_ext.models.findings import modules_of, parameters_in
 
 # Attributes of modules that set the probability or width of noise in training mode.
 _NOISE = re.compile("dropout|layerdrop|jitter")
@@ -46,10 +47,11 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
             "that end early leave the batch; call model.set_adapter(name) and generate the rows of one "
             "adapter together"
         )
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+    modules = modules_of(model)
+    if any("_hf_hook" in vars(module) for module in modules):
         return  # accelerate loads the offloaded weights when they are needed
-    empty = next((name for name, each in model.named_parameters() if each.is_meta), None)
-    if empty is not None:
+    if any(each.is_meta for each in parameters_in(modules)):
+        empty = next(name for name, each in model.named_parameters() if each.is_meta)
         raise ValueError(
             f"{name} has no weights: {empty} is on the meta device; load it with from_pretrained"
         )

@@ -2,8 +2,10 @@
 
 Each of 16 lanes adds every 16th element of ``in_features`` (in bfloat16 every 16th pair, the second element
 of the pair first) with fused multiply-add. The lanes are then added as a binary tree. With ``many_rows``,
-there is one lane for each block of 256 elements, and the lanes are added one after the other. Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is
-rounded to float32. These two roundings differ from one about once in 2^29 operations.
+there is one lane for each block of 256 elements, and the lanes are added one after the other.
+
+Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to
+float32. These two roundings differ from one about once in 2^29 operations.
 """
 
 from __future__ import annotations

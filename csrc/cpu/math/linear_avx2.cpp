@@ -29,6 +29,10 @@ struct Avx2 {
                                               int64_t stride) {
     transpose_8x8(rows, column, out, stride);
   }
+  SPECDEC_LINEAR_INLINE static void transpose_split(const float* const* rows, int64_t column,
+                                                    float* out, int64_t stride) {
+    transpose_split_8x8(rows, column, out, stride);
+  }
 
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][2], float* out) {
     __m256 by8[4];

@@ -40,6 +40,10 @@ struct Avx512 {
                                               int64_t stride) {
     transpose_8x8(rows, column, out, stride);
   }
+  SPECDEC_LINEAR_INLINE static void transpose_split(const float* const* rows, int64_t column,
+                                                    float* out, int64_t stride) {
+    transpose_split_8x8(rows, column, out, stride);
+  }
 
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
     const __m512 a = four[0][0], b = four[1][0], c = four[2][0], d = four[3][0];

@@ -82,6 +82,17 @@ struct Portable {
       for (int64_t j = 0; j < kTransposed; ++j) out[j * stride + i] = rows[i][column + j];
     }
   }
+  SPECDEC_LINEAR_INLINE static void transpose_split(const float* const* rows, int64_t column,
+                                                    float* out, int64_t stride) {
+    for (int64_t i = 0; i < kTransposed; ++i) {
+      for (int64_t j = 0; j < kTransposed; ++j) {
+        BFloat16 pair[2];
+        std::memcpy(pair, rows[i] + column + j, sizeof(pair));
+        out[2 * j * stride + i] = to_float(pair[1]);
+        out[(2 * j + 1) * stride + i] = to_float(pair[0]);
+      }
+    }
+  }
 
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
     for (int i = 0; i < 4; ++i) {

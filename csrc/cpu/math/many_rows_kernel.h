@@ -6,9 +6,11 @@
 //   add(vector, vector)
 //   transpose(rows, column, out, stride)        out[j * stride + i] = rows[i][column + j] for i and
 //                                               j below kTransposed
+//   transpose_split(rows, column, out, stride)  the same for pairs of bfloat16, of which the second
+//                                               becomes the float32 in row 2 j, the first in 2 j + 1
 //
-// Inputs and weights are rows of units of four bytes: a float32, or two bfloat16 for a format that
-// multiplies pairs. Other formats multiply bfloat16 as float32, the second of a pair first.
+// Inputs and weights are rows of words of four bytes: a float32 or two bfloat16. What is multiplied
+// are words, or the two bfloat16 of a word as float32 if the format does not multiply pairs.
 //
 // Loops, outermost first: groups of kGroupOuts weight rows, blocks of in_features (linear.h), panels
 // of kOuts weight rows, blocks of input rows. A panel's block of in_features is transposed into L1
@@ -26,7 +28,7 @@ template <class F, class Source>
 class ManyRowsKernel {
  public:
   static int64_t packed_size(int64_t rows, int64_t ins) {
-    return (num_units(ins) + kUnits - 1) / kUnits * rows * kUnits;
+    return (num_words(ins) + kWords - 1) / kWords * rows * kUnits;
   }
 
   // Packed inputs are [blocks of in_features][rows][kUnits].
@@ -38,8 +40,15 @@ class ManyRowsKernel {
       const Source* input = static_cast<const Source*>(params.input) +
                             row / params.inner_rows * params.outer_stride +
                             row % params.inner_rows * params.inner_stride;
-      for (int64_t first = 0; first < num_units(params.in_features); first += kUnits) {
-        unpack(input, params.in_features, first, packed + first * rows + r * kUnits);
+      for (int64_t first = 0; first < num_words(params.in_features); first += kWords) {
+        float* units = packed + first * kWordUnits * rows + r * kUnits;
+        if constexpr (kWordUnits == 1) {
+          copy_words(input, params.in_features, first, units);
+        } else {
+          float words[kWords];
+          copy_words(input, params.in_features, first, words);
+          split_words(words, units);
+        }
       }
     }
   }
@@ -47,75 +56,68 @@ class ManyRowsKernel {
   SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
                                         int64_t end_out) {
     alignas(64) float sums[kManyPassRows * kGroupOuts];
-    const int64_t units = num_units(pass.params.in_features);
+    const int64_t words = num_words(pass.params.in_features);
     for (int64_t out = first_out; out < end_out; out += kGroupOuts) {
       const int64_t end = std::min(end_out, out + kGroupOuts);
-      for (int64_t first = 0; first == 0 || first < units; first += kUnits) {
-        add_block(pass, out, end, first, std::min(kUnits, units - first), sums);
+      for (int64_t first = 0; first == 0 || first < words; first += kWords) {
+        add_block(pass, out, end, first, std::min(kWords, words - first), sums);
       }
       finish(pass, out, end, sums);
     }
   }
 
  private:
-  static constexpr bool kPairs = sizeof(typename F::Element) == sizeof(BFloat16);
-  static constexpr int kVectors = 2;
-  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
-  static constexpr int64_t kOuts = kVectors * kVectorOuts;
-  static constexpr int64_t kGroupOuts = 64;
-  static constexpr int64_t kUnits = kPairs ? 128 : 256;  // of a block
-  static_assert(kManyOuts % kOuts == 0 && kGroupOuts % kOuts == 0 && kUnits % kTransposed == 0);
-
   using Element = typename F::Element;
   using Vector = typename F::Vector;
   using Operand = typename F::Operand;
   using BlockFunction = void (*)(const float* panel, const float* inputs, int64_t units,
                                  bool is_first, float* sums);
 
-  static int64_t num_units(int64_t ins) {
-    if (std::is_same_v<Source, float>) return ins;
-    const int64_t pairs = (ins + 1) / 2;
-    return kPairs ? pairs : 2 * pairs;
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
+  static constexpr int64_t kOuts = kVectors * kVectorOuts;
+  static constexpr int64_t kGroupOuts = 64;
+  static constexpr int64_t kBlock = 256;                         // elements of in_features
+  static constexpr int64_t kPerWord = 4 / sizeof(Source);        // elements
+  static constexpr int64_t kWordUnits = kPerWord * sizeof(Element) / 4;  // multiplied one by one
+  static constexpr int64_t kWords = kBlock / kPerWord;
+  static constexpr int64_t kLineWords = kStepBytes / 4;
+  static constexpr int64_t kUnits = kWords * kWordUnits;
+  static_assert(kManyOuts % kOuts == 0 && kGroupOuts % kOuts == 0 && kWords % kTransposed == 0);
+
+  static int64_t num_words(int64_t ins) { return (ins + kPerWord - 1) / kPerWord; }
+
+  // Copies words [first, first + kWords) of a row; zeros follow its last element.
+  SPECDEC_LINEAR_INLINE static void copy_words(const Source* row, int64_t ins, int64_t first,
+                                               float* words) {
+    const int64_t begin = first * kPerWord, bytes = std::min(kBlock, ins - begin) * sizeof(Source);
+    std::memcpy(words, row + begin, bytes);
+    std::memset(reinterpret_cast<std::byte*>(words) + bytes, 0, kWords * sizeof(float) - bytes);
   }
 
-  // Copies units [first, first + kUnits) of a row; zeros follow its last element.
-  SPECDEC_LINEAR_INLINE static void unpack(const Source* row, int64_t ins, int64_t first,
-                                           float* units) {
-    if constexpr (std::is_same_v<Source, float>) {
-      const int64_t count = std::min(kUnits, ins - first);
-      std::memcpy(units, row + first, count * sizeof(float));
-      std::fill(units + count, units + kUnits, 0.0f);
-    } else {
-      constexpr int64_t kChunkPairs = kPairs ? kUnits : kUnits / 2;
-      const int64_t begin = kPairs ? 2 * first : first;
-      const int64_t count = std::min(2 * kChunkPairs, ins - begin);
-      uint32_t pairs[kChunkPairs];
-      std::memset(pairs + count / 2, 0, sizeof(pairs) - count / 2 * sizeof(uint32_t));
-      std::memcpy(pairs, row + begin, count * sizeof(Source));
-      if constexpr (kPairs) {
-        std::memcpy(units, pairs, sizeof(pairs));
-      } else {
-        uint64_t swapped[kChunkPairs];
-        for (int64_t i = 0; i < kChunkPairs; ++i) {
-          swapped[i] = (pairs[i] & 0xFFFF0000u) | uint64_t{pairs[i]} << 48;
-        }
-        std::memcpy(units, swapped, sizeof(swapped));
-      }
+  // The second bfloat16 of each word, then the first, as float32.
+  SPECDEC_LINEAR_INLINE static void split_words(const float* words, float* units) {
+    uint32_t pairs[kWords];
+    uint64_t split[kWords];
+    std::memcpy(pairs, words, sizeof(pairs));
+    for (int64_t i = 0; i < kWords; ++i) {
+      split[i] = (pairs[i] & 0xFFFF0000u) | uint64_t{pairs[i]} << 48;
     }
+    std::memcpy(units, split, sizeof(split));
   }
 
-  // Multiplies a block of in_features: `units` units from `first` on.
+  // Multiplies a block of in_features: `words` words from `first` on.
   SPECDEC_LINEAR_TARGET static void add_block(const ManyRowsPass& pass, int64_t out, int64_t end,
-                                              int64_t first, int64_t units, float* sums) {
+                                              int64_t first, int64_t words, float* sums) {
     static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kManyRows>());
     alignas(64) float panel[kUnits * kOuts];
-    const float* inputs = pass.inputs + first * pass.rows;
+    const float* inputs = pass.inputs + first * kWordUnits * pass.rows;
     for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
-      load_panel(pass.params, panel_out, std::min(end, panel_out + kOuts), first, units, panel);
+      load_panel(pass.params, panel_out, std::min(end, panel_out + kOuts), first, words, panel);
       float* panel_sums = sums + (panel_out - out) * pass.rows;
       for (int64_t row = 0; row < pass.rows; row += F::kManyRows) {
         const int64_t rows = std::min<int64_t>(F::kManyRows, pass.rows - row);
-        kFunctions[rows - 1](panel, inputs + row * kUnits, units, first == 0,
+        kFunctions[rows - 1](panel, inputs + row * kUnits, words * kWordUnits, first == 0,
                              panel_sums + row * kOuts);
       }
     }
@@ -123,28 +125,38 @@ class ManyRowsKernel {
 
   // Stores a block of weight rows [out, end) as [units][kOuts]; zeros where there is no row.
   SPECDEC_LINEAR_TARGET static void load_panel(const LinearParams& params, int64_t out, int64_t end,
-                                               int64_t first, int64_t units, float* panel) {
-    float unpacked[kTransposed][kUnits];
+                                               int64_t first, int64_t words, float* panel) {
+    float copied[kTransposed][kWords];
+    const bool is_whole = words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
+    const int64_t next = kOuts * params.weight_stride / kPerWord;
     for (int64_t i = 0; i < kOuts; i += kTransposed) {
       const float* rows[kTransposed];
       for (int64_t j = 0; j < kTransposed; ++j) {
-        rows[j] = unpacked[j];
-        if (out + i + j >= end) {
-          std::fill_n(unpacked[j], kUnits, 0.0f);
-          continue;
-        }
+        const int64_t row_out = out + i + j;
         const Source* row =
-            static_cast<const Source*>(params.weight) + (out + i + j) * params.weight_stride;
-        if constexpr (std::is_same_v<Source, float>) {
-          if (units % kTransposed == 0) {
-            rows[j] = row + first;
-            continue;
+            static_cast<const Source*>(params.weight) + row_out * params.weight_stride;
+        rows[j] = copied[j];
+        if (row_out >= end) {
+          std::fill_n(copied[j], kWords, 0.0f);
+        } else if (is_whole) {
+          rows[j] = reinterpret_cast<const float*>(row + first * kPerWord);
+        } else {
+          copy_words(row, params.in_features, first, copied[j]);
+        }
+      }
+      for (int64_t word = 0; word < words; word += kTransposed) {
+        // Prefetches the next panel: the hardware prefetcher restarts with each row.
+        if (word % kLineWords == 0) {
+          SPECDEC_UNROLL for (int64_t j = 0; j < kTransposed; ++j) {
+            __builtin_prefetch(rows[j] + word + next, 0, 2);
           }
         }
-        unpack(row, params.in_features, first, unpacked[j]);
-      }
-      for (int64_t unit = 0; unit < units; unit += kTransposed) {
-        F::transpose(rows, unit, panel + unit * kOuts + i, kOuts);
+        float* columns = panel + word * kWordUnits * kOuts + i;
+        if constexpr (kWordUnits == 1) {
+          F::transpose(rows, word, columns, kOuts);
+        } else {
+          F::transpose_split(rows, word, columns, kOuts);
+        }
       }
     }
   }

@@ -200,13 +200,13 @@ def _obstacle(modules: ModulePass) -> str:
         return f"the call asks for {' and '.join(recorded)}"
     if (attention := modules.config._attn_implementation) != IMPLEMENTATION:
         return f"its attention implementation is {attention!r}; expected {IMPLEMENTATION!r}"
-    if modules.patches:
+    if modules.parts.patches:
         return "layers of this model look at the text, and are replaced for drafts"
     if modules.cache.states:
         return "the model has recurrent states"
     if not modules.cache.layers or any(type(x) is not RollbackLayer for x in modules.cache.layers):
         return "the model has cache layers of its own"
-    if "position_ids" not in modules.parameters:
+    if "position_ids" not in modules.parts.parameters:
         return "the model computes positions itself"
     if len(devices) != 1:
         return f"the model is spread over {len(devices)} devices"

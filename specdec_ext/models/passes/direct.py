@@ -31,7 +31,12 @@ from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
 from specdec_ext.models.passes.attention import TreeBlock
-from specdec_ext.models.passes.known_code import is_known, is_llama, is_untouched
+from specdec_ext.models.passes.known_code import (
+    has_global_hooks,
+    is_known,
+    is_llama,
+    is_untouched,
+)
 from specdec_ext.models.passes.linears import is_plain
 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -66,9 +71,11 @@ class DirectPass:
     """The embeddings, all layers, the final norm and the output head of one model.
 
     Attributes:
+        kinds: classes of the modules, as for :func:`is_known`.
         windows: sliding window of each layer, 0 for full attention.
     """
 
+    kinds: dict[str, frozenset[type]]
     embedding: Tensor
     rotary: Callable[..., tuple[Tensor, Tensor]]
     weights: list[Tensor]
@@ -135,10 +142,22 @@ class DirectPass:
         return logits, (hidden, states, output)
 
 
-def direct_pass(model: PreTrainedModel) -> DirectPass | None:
+def usable(model: PreTrainedModel, direct: DirectPass | None) -> DirectPass | None:
+    """Return the direct pass of a model; None if something outside of the model rules it out now."""
+    if (
+        direct is None
+        or False in _agreed.get(model, {}).values()
+        or torch.is_autocast_enabled("cpu")
+        or has_global_hooks()
+        or not is_known(direct.kinds)  # classes and functions can be replaced at any time
+    ):
+        return None
+    return direct
+
+
+def read_direct_pass(model: PreTrainedModel) -> DirectPass | None:
     """Return the direct pass of a model, or None if the model is not eligible."""
-    differed = False in _agreed.get(model, {}).values()
-    if differed or torch.is_autocast_enabled("cpu") or not is_untouched(model):
+    if not is_untouched(model):
         return None
     try:
         return _read(model)
@@ -211,9 +230,11 @@ def _read(model: Any) -> DirectPass | None:
         and {each.head_dim for each in parts["Attention"]} == {first.head_dim}
         and 2 * decoder.rotary_emb.inv_freq.numel() == first.head_dim
     )
-    if not same or not is_known(parts):
+    kinds = {part: frozenset(map(type, modules)) for part, modules in parts.items()}
+    if not same or not is_known(kinds):
         return None
     return DirectPass(
+        kinds,
         _weight(embedding),
         decoder.rotary_emb,
         weights,

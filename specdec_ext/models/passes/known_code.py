@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -24,18 +24,19 @@ _PACKAGE = Path(transformers.__file__).parent
 _CAPTURING = "transformers.utils.output_capturing"
 
 
-def is_known(parts: dict[str, list[Any]]) -> bool:
+def is_known(kinds: Mapping[str, Collection[Any]]) -> bool:
     """Whether the code of all modules is that of a supported family.
 
     Args:
-        parts: the end of a class name, such as ``"Attention"`` -> the modules of that kind.
+        kinds: the end of a class name, such as ``"Attention"`` -> the classes of a model's modules of that
+            kind.
     """
-    for part, modules in parts.items():
-        for kind in {type(module) for module in modules}:
+    for part, classes in kinds.items():
+        for kind in classes:
             codes = _codes(kind.forward)
             if codes is None or codes not in _pattern(part, tuple(_FAMILIES)):
                 return False
-    rotations = {_rotation(type(each).forward) for each in parts["Attention"]}
+    rotations = {_rotation(kind.forward) for kind in kinds["Attention"]}
     return rotations == {_rotation(_class("llama", "Attention").forward)} != {None}
 
 
@@ -44,9 +45,14 @@ def is_llama(decoder: Any) -> bool:
     return _codes(type(decoder).forward) in _pattern("Model", ("llama",))
 
 
+def has_global_hooks() -> bool:
+    """Whether hooks are set that run in the calls of all modules."""
+    return module_hooks._has_any_global_hook()
+
+
 def is_untouched(model: nn.Module) -> bool:
     """Whether no module is in training, and a call of each runs only the forward of its class."""
-    return not module_hooks._has_any_global_hook() and all(map(_is_untouched, model.modules()))
+    return all(map(_is_untouched, model.modules()))
 
 
 def _is_untouched(module: nn.Module) -> bool:
@@ -83,8 +89,10 @@ def _pattern(part: str, families: tuple[str, ...]) -> set[Any]:
 
 def _rotation(attention: Callable[..., Any]) -> tuple[Any, ...] | None:
     """Return the code of the functions that rotate queries and keys; None for code outside transformers."""
-    turn = inspect.unwrap(attention).__globals__["apply_rotary_pos_emb"]
-    half = inspect.unwrap(turn).__globals__["rotate_half"]
+    turn = inspect.unwrap(attention).__globals__.get("apply_rotary_pos_emb")
+    half = inspect.unwrap(turn).__globals__.get("rotate_half") if callable(turn) else None
+    if turn is None or half is None:
+        return None
     codes = _codes(turn), _codes(half)
     return None if None in codes else codes
 

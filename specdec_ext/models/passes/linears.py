@@ -14,15 +14,20 @@ one. The op can't read GPT-2's ``Conv1D``, whose weight is transposed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from specdec_ext import ops
+from specdec_ext.models.patching.changes import binding
 from specdec_ext.models.patching.forwards import own_forward_replaced, replaced_forward
+
+# In the current pass of this thread, the modules that sum in the order for few rows; None for all.
+_few_rows: ContextVar[Collection[nn.Module] | None] = ContextVar("specdec_few_rows", default=None)
 
 
 @cache
@@ -35,19 +40,9 @@ def multiplies_prompts(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
 
 
-def _few_rows(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    return _linear(module, forward, input, many_rows=False)
-
-
-def _many_rows(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    if not multiplies_prompts(input.dtype):
-        return forward(input)
-    return _linear(module, forward, input, many_rows=True)
-
-
-def _linear(
-    module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor, *, many_rows: bool
-) -> Tensor:
+def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    few_rows = _few_rows.get()
+    many_rows = few_rows is not None and module not in few_rows
     parameters = module._parameters
     weight, bias = parameters["weight"], parameters["bias"]
     if (
@@ -57,6 +52,7 @@ def _linear(
         or torch.is_autocast_enabled("cpu")
         or weight is None
         or input.dtype != weight.dtype
+        or (many_rows and not multiplies_prompts(input.dtype))
     ):
         return forward(input)
     if input.stride(-1) != 1 or input.ndim > 3:
@@ -91,12 +87,18 @@ def is_plain(module: nn.Linear) -> bool:
     )
 
 
+@contextmanager
 def row_invariant_linears(
-    modules: Sequence[nn.Linear], *, many_rows: bool = False
-) -> AbstractContextManager[None]:
+    modules: Sequence[nn.Linear], few_rows: Collection[nn.Linear] | None = None
+) -> Iterator[None]:
     """Make these modules, from :func:`plain_linears`, compute row-invariantly in this thread.
 
-    ``many_rows`` selects the order of sums, see :func:`specdec_ext.ops.linear`. Contexts may be nested, and
-    several threads may open them for the same modules.
+    Contexts may be nested, and several threads may open them for the same modules.
+
+    Args:
+        modules: the modules.
+        few_rows: those that sum in the order for few rows (:func:`specdec_ext.ops.linear`), None for all. The
+            others sum in the order for many.
     """
-    return replaced_forward(modules, _many_rows if many_rows else _few_rows)
+    with replaced_forward(modules, _linear), binding(_few_rows, few_rows):
+        yield

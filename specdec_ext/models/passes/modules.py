@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec_ext.models import compat
@@ -22,8 +23,45 @@ from specdec_ext.models.passes.linears import plain_linears, row_invariant_linea
 from specdec_ext.models.passes.masks import visibility
 from specdec_ext.models.passes.visibility import BlockVisibility
 from specdec_ext.models.patching.changes import Entry, inference_mode, joined_changes
+from specdec_ext.models.patching.forwards import Replacement
 
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What passes need to know of a model's modules.
+
+    Attributes:
+        parameters: names of the arguments of the model's ``forward``.
+        patches: replaced forwards of modules that count slots instead of tokens (``families/patches.py``).
+        griffin_blocks: modules that keep recurrent states themselves (``families/griffin.py``).
+        scans: modules whose scans start from zero (``families/scans.py``).
+        linears: modules that can be computed row-invariantly.
+        head: the output head, if it is one of them.
+        models: the models inside of the model.
+    """
+
+    parameters: frozenset[str]
+    patches: list[Replacement]
+    griffin_blocks: list[nn.Module]
+    scans: list[nn.Module]
+    linears: list[nn.Linear]
+    head: list[nn.Linear]
+    models: list[PreTrainedModel]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelParts:
+        linears, head = plain_linears(model), model.get_output_embeddings()
+        return cls(
+            frozenset(inspect.signature(model.forward).parameters),
+            patches_of(model),
+            recurrent_blocks(model),
+            stateless_scans(model),
+            linears,
+            [each for each in linears if each is head],
+            [x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model],
+        )
 
 
 class ModulePass:
@@ -31,41 +69,30 @@ class ModulePass:
 
     Args:
         model: a decoder-only causal language model.
+        parts: of the model.
         cache: the cache that it reads and writes.
         forward_kwargs: passed to every call (``output_hidden_states`` and the like).
 
     Attributes:
-        parameters: names of the arguments of the model's ``forward``.
         cache_name: the name of the argument that takes the cache.
-        patches: replaced forwards of modules that count slots instead of tokens (``families/patches.py``).
-        griffin_blocks: modules that keep recurrent states themselves (``families/griffin.py``).
+        griffin_blocks: modules that keep recurrent states themselves, if the cache has any.
         recorder: records the auxiliary hidden states.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: SlotCache, forward_kwargs: dict[str, Any] | None
+        self,
+        model: PreTrainedModel,
+        parts: ModelParts,
+        cache: SlotCache,
+        forward_kwargs: dict[str, Any] | None,
     ):
-        self.model, self.cache = model, cache
+        self.model, self.parts, self.cache = model, parts, cache
         self.config = model.config.get_text_config(decoder=True)
         self.forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
-        self.parameters = set(inspect.signature(model.forward).parameters)
-        self.cache_name: Any = compat.cache_argument(self.parameters)
-        self.patches = patches_of(model)
-        self.griffin_blocks = recurrent_blocks(model) if cache.states else []
-        self._scans = stateless_scans(model) if cache.states else []
-        self._linears = plain_linears(model)
-        head = model.get_output_embeddings()
-        # In a prompt, the output head has few rows: the columns in which texts end.
-        self._head = [each for each in self._linears if each is head]
-        self._inner = [each for each in self._linears if each is not head]
-        self._checked = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+        self.cache_name: Any = compat.cache_argument(parts.parameters)
+        self.griffin_blocks = parts.griffin_blocks if cache.states else []
+        self._scans = parts.scans if cache.states else []
         self.recorder = HiddenStateRecorder(model, self.config, ())
-
-    def over(self, cache: SlotCache) -> ModulePass:
-        """The same pass over another cache of the same model. They share the recorder."""
-        other = copy.copy(self)
-        other.cache = cache
-        return other
 
     def __call__(
         self,
@@ -92,7 +119,7 @@ class ModulePass:
         if compat.NEEDS_MASK and layers and inputs.get("attention_mask") is None:
             slots = layers[0].length + columns
             inputs["attention_mask"] = torch.ones(rows, slots, device=self.model.device).long()
-        if "position_ids" not in self.parameters:
+        if "position_ids" not in self.parts.parameters:
             inputs.pop("position_ids", None)
         # Inference mode makes small ops faster. Tensors that the caller may keep are allocated outside of it:
         # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
@@ -103,12 +130,10 @@ class ModulePass:
             stack.enter_context(inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
-                stack.enter_context(patched(self.patches))
-            if rows * columns <= max_rows:
-                stack.enter_context(row_invariant_linears(self._linears))
-            else:
-                stack.enter_context(row_invariant_linears(self._head))
-                stack.enter_context(row_invariant_linears(self._inner, many_rows=True))
+                stack.enter_context(patched(self.parts.patches))
+            # In a prompt, the output head has few rows: the columns in which texts end.
+            few_rows = None if rows * columns <= max_rows else self.parts.head
+            stack.enter_context(row_invariant_linears(self.parts.linears, few_rows))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
             if self.griffin_blocks:
@@ -137,7 +162,10 @@ class ModulePass:
         Without a mask, it warns of tokens that equal the padding token. transformers' ``generate`` always
         passes a mask, so it never warns, and a draft may contain any token.
         """
-        return [(vars(each), _PADDING_CHECK, lambda _: _check_nothing) for each in self._checked]
+        return [
+            (vars(each), _PADDING_CHECK, lambda _: _check_nothing)
+            for each in (self.model, *self.parts.models)
+        ]
 
 
 def _check_nothing(input_ids: Any, attention_mask: Any) -> None:

@@ -220,7 +220,7 @@ class Prefill:
         ends = prompt.ends(begin, end) or [end - begin - 1]
         kept = torch.tensor(ends, device=input_ids.device)
         keep: dict[str, Any] = {}
-        if "logits_to_keep" in self._modules.parameters:
+        if "logits_to_keep" in self._modules.parts.parameters:
             # For 1, Gemma 4 runs its last layers for one column only, and the states of the others are lost.
             one = ends == [end - begin - 1] and not self._modules.recorder.layers
             keep["logits_to_keep"] = 1 if one else kept

@@ -21,8 +21,9 @@ from specdec_ext.models.base import (
 )
 from specdec_ext.models.cache.adoption import attention_windows
 from specdec_ext.models.cache.slot_cache import SlotCache, emptied
+from specdec_ext.models.findings import Findings
 from specdec_ext.models.graphs import GraphRunner
-from specdec_ext.models.passes.direct import direct_pass
+from specdec_ext.models.passes.direct import usable
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.slots.layout import RowLayout
@@ -49,13 +50,12 @@ class SlotTarget(Target):
         model: a model with sdpa or eager attention, recurrent layers, or both.
         cache: the caller's cache or None; its layers are replaced in place.
         max_slots: the most cache slots that the call may need, including the last block.
-        support: what can be done exactly with the model (``supports``).
+        support: what can be done exactly with the model and the inputs of the call.
+        findings: about the model.
         forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
         prompt_kwargs: inputs that ``generate`` prepared, if the prompt is more than text (images, audio).
         graphs: whether passes are recorded (:mod:`specdec_ext.models.graphs`): "auto" on CUDA where possible,
             True everywhere, False nowhere.
-        like: a target of the same model and the same kind of call, which does not run at the same time. What
-            it found out about the model is not looked up again, and it records the same hidden states.
 
     Attributes:
         cache: the ``DynamicCache``; after the call it is laid out like ``sequences[:, :-1]``.
@@ -71,22 +71,20 @@ class SlotTarget(Target):
         cache: Cache | None,
         max_slots: int,
         support: Support,
+        findings: Findings,
         forward_kwargs: dict[str, Any] | None = None,
         prompt_kwargs: dict[str, Any] | None = None,
         graphs: bool | str = False,
-        like: SlotTarget | None = None,
     ):
         super().__init__(model, support)
         self._max_slots = max_slots
         self._slots = SlotCache(cache, self.config)
         self.cache = self._slots.cache
-        if like is None:
-            self._modules = ModulePass(model, self._slots, forward_kwargs)
-            # Only the model's own modules can process images or record hidden states and attentions.
-            plain = not (forward_kwargs or prompt_kwargs or self._modules.patches)
-            direct = direct_pass(model) if plain else None
-        else:
-            self._modules, direct = like._modules.over(self._slots), like.runner.direct
+        assert findings.parts is not None
+        self._modules = ModulePass(model, findings.parts, self._slots, forward_kwargs)
+        # Only the model's own modules can process images or record hidden states and attentions.
+        plain = not (forward_kwargs or prompt_kwargs or findings.parts.patches)
+        direct = usable(model, findings.direct) if plain else None
         recorded = graphs is True or (graphs == "auto" and model.device.type in RECORDING_DEVICES)
         self.runner: PassRunner = PassRunner(
             self._modules,
@@ -114,6 +112,11 @@ class SlotTarget(Target):
     @property
     def windows(self) -> list[int | None]:
         return attention_windows(self.cache, self.config)
+
+    @property
+    def recorded_layers(self) -> tuple[int, ...]:
+        """The layers given to :meth:`record_hidden_states`."""
+        return self._modules.recorder.layers
 
     def record_hidden_states(self, layers: Sequence[int]) -> None:
         self._modules.recorder = HiddenStateRecorder(self.model, self.config, layers)
