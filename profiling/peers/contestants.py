@@ -118,4 +118,4 @@ class Workshop:
 
     def _process(self, each: Contestant, name: str) -> Process:
         log = self.place / "logs" / f"{each.program} {name}.log".replace(" ", "-")
-        return Process(self.pythons[each.program], each.program, self.threads, log)
+        return Process(self.pythons[each.program], each.kind, self.threads, log)

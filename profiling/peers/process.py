@@ -11,7 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from peers.programs import Program
+
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = (
+    ROOT / "profiling",
+    ROOT,
+)  # where a worker finds ``peers`` and, in this environment, ``specdec_ext``
 SECONDS = 1800  # that an answer may take; an export of a large model takes minutes
 TAIL = 600  # characters of a log that an error shows
 
@@ -32,22 +38,22 @@ class Process:
 
     Args:
         python: of the environment.
-        program: a name in ``PROGRAMS``.
+        program: what it runs.
         threads: of its computations.
         log: the file for what it prints.
     """
 
-    def __init__(self, python: Path, program: str, threads: int, log: Path):
+    def __init__(self, python: Path, program: type[Program], threads: int, log: Path):
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         settings = {
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "profiling"), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
         }
         with log.open("w") as file:
             self._process = subprocess.Popen(
-                [str(python), "-m", "peers.worker", program],
+                [str(python), "-m", "peers.worker", program.__module__, program.__name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -55,7 +61,7 @@ class Process:
                 env={**os.environ, **settings},
                 start_new_session=True,
             )
-        self._signal(signal.SIGSTOP)
+        self._pause()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """The answer of the worker to a command.
@@ -74,7 +80,7 @@ class Process:
         except BrokenPipeError:
             line = ""
         finally:
-            self._signal(signal.SIGSTOP)
+            self._pause()
             watch.cancel()
         if not line:
             raise Failed(f"the process has ended:\n{log_tail(self._log)}")
@@ -93,6 +99,11 @@ class Process:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 pipe.close()
+
+    def _pause(self) -> None:
+        """Stop the process, and wait until it is stopped or has ended."""
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

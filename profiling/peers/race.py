@@ -8,7 +8,8 @@ The first run installs each peer into a virtual environment of its own below --w
 models in its format there; later runs find both. A peer that can't be installed or can't run is reported, and
 the others go on. Every contestant (program, precision, way to generate) is a process that is stopped while
 another one is measured. All get the same ids, make the same number of tokens greedily, and take turns; the
-first round only warms up.
+first round only warms up. Contestants that do not fit in memory together race in groups, in the order of
+--precisions.
 """
 
 from __future__ import annotations
@@ -39,17 +40,13 @@ from peers.programs import OWN, PLAIN, PROGRAMS
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.evaluate.measuring import take_turns
 
-SPARE_GB = 2.0  # memory for the caches and activations of all contestants
+EACH = 1e9  # bytes of memory for the code, caches and activations of a contestant
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     programs = [*OWN, *options.peers]
     checkpoints = {model: checkpoint(model, options.work / "models") for model in options.models}
-    for model, folder in checkpoints.items():
-        check_memory(
-            model, weights_of_a_step(folder), contestants(model, programs, options.precisions)
-        )
     failures = Failures()
     pythons: dict[str, Path] = {}
     for program in programs:
@@ -65,15 +62,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if failures else 0
     records, versions = [], dict[str, None]()
     for model, folder in checkpoints.items():
-        with ExitStack() as stack:
-            racing: dict[Contestant, Process] = {}
-            for each in (each for name, each in files if name == model):
-                with failures.noting(f"{each.title}, {model}"):
-                    process, version = workshop.start(each, files[model, each])
-                    racing[each] = stack.enter_context(closing(process))
-                    versions[version] = None
-            race = Race(model, weights_of_a_step(folder), racing, failures)
-            records += race.run(options.cases, options.repeats)
+        weights = weights_of_a_step(folder)
+        for group in groups([each for name, each in files if name == model], weights):
+            with ExitStack() as stack:
+                racing: dict[Contestant, Process] = {}
+                for each in group:
+                    with failures.noting(f"{each.title}, {model}"):
+                        process, version = workshop.start(each, files[model, each])
+                        racing[each] = stack.enter_context(closing(process))
+                        versions[version] = None
+                race = Race(model, weights, racing, failures)
+                records += race.run(options.cases, options.repeats)
     publish(options, records, [*versions], failures)
     return 1 if failures else 0
 
@@ -119,16 +118,29 @@ def _names(known: Sequence[str], text: str) -> list[str]:
     return names
 
 
-def check_memory(model: str, weights: int, asked: Sequence[Contestant]) -> None:
-    """Refuse what does not fit: a machine that swaps measures nothing."""
-    need = sum(weights * each.format.bytes for each in asked) / 1e9 + SPARE_GB
+def groups(every: Sequence[Contestant], weights: int) -> list[list[Contestant]]:
+    """Contestants in their order, as many together as fit in memory: a machine that swaps measures nothing.
+
+    Args:
+        weights: number of weights of the model.
+    """
+    free = free_memory()
+    found: list[list[Contestant]] = []
+    left = 0.0
+    for each in every:
+        need = weights * each.format.bytes + EACH
+        if need > left:
+            found.append([])
+            left = free
+        found[-1].append(each)
+        left -= need
+    return found
+
+
+def free_memory() -> int:
+    """Bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    have = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 1e6
-    if need > have:
-        raise SystemExit(
-            f"--models {model}: all contestants together need about {need:.0f} GB of memory, {have:.0f} GB "
-            "are available; choose fewer --precisions or --peers and run again with --add"
-        )
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 class Race:
@@ -187,7 +199,7 @@ class Race:
             "contestant": each.title,
             "work": asdict(work),
             "seconds": [[] for _ in range(prompts)],
-            "texts": [""] * prompts,
+            "texts": [[] for _ in range(prompts)],
             "others": [0.0, 0.0],
             # With drafts, a token is not a reading of the weights.
             "weight_bytes": self._weights * each.format.bytes if each.way == PLAIN else None,
@@ -222,31 +234,32 @@ def _enter(record: Row, number: int, process: Process, batch: Prompts) -> None:
     record["seconds"][number].append(answer["seconds"])
     record["others"][0] += max(0.0, others)
     record["others"][1] += capacity
-    texts = json.dumps(answer["tokens"]).encode()
-    record["texts"][number] = hashlib.sha256(texts).hexdigest()[:16]
+    record["texts"][number] = [
+        hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16] for text in answer["tokens"]
+    ]
 
 
 def publish(
     options: argparse.Namespace, records: list[Row], versions: list[str], failures: Failures
 ) -> None:
-    """Print the table, and write ``OUT.json`` and ``OUT.md``; ``--add`` keeps other records of OUT.json."""
+    """Print the table, and write OUT.json, OUT.md and OUT.png; ``--add`` keeps other records of OUT.json."""
     file = options.out and options.out.with_suffix(".json")
     if options.add and file and file.exists():
         measured = {record["run"] for record in records}
         kept = json.loads(file.read_text())["records"]
         records = [record for record in kept if record["run"] not in measured] + records
+        records.sort(key=lambda record: MODELS.index(record["model"]))
     machine = machine_line(torch.device("cpu"), *versions)
+    picture = options.out and options.out.with_suffix(".png")
     notes = [
         *results.NOTES,
+        *([f"![the table as bars]({picture.name})", ""] if picture else []),
         *(f"- Left out: {name}: {' '.join(why.split())}" for name, why in failures.items()),
     ]
-    Results(
-        "CPU decoders side by side",
-        machine,
-        results.COLUMNS,
-        results.KEY,
-        results.rows_of(records),
-        {"rounds": options.repeats},
-        notes,
-        records,
-    ).publish(options.out)
+    rows = results.rows_of(records)
+    title, settings = "CPU decoders side by side", {"rounds": options.repeats}
+    Results(title, machine, results.COLUMNS, results.KEY, rows, settings, notes, records).publish(
+        options.out
+    )
+    if picture:
+        results.draw(rows, picture)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import median
 
 from bench.runner import Columns, Row
@@ -12,6 +13,8 @@ from peers.cases import BATCHES, LONG_PROMPT, NEW, PROMPT, Work
 
 KEY = ("model", "contestant")
 REFERENCE = "HF generate, float32"  # whose texts the others are compared with
+COLOURS = {"specdec_ext": "#1a73e8", "HF generate": "#5f6368"}
+OTHER = "#bdc1c6"  # the peers
 # Value of a row -> head of its column and format.
 QUANTITIES = {
     **{
@@ -43,9 +46,10 @@ NOTES = [
 def rows_of(records: Iterable[Row]) -> list[Row]:
     """One row for each contestant and model, in the order of the records.
 
-    A record has the ``model``, the ``contestant``, the ``work`` (:class:`~peers.cases.Work`), ``seconds`` and
-    ``texts`` by prompt, ``others`` (CPU seconds that other work took during the calls, and that there were),
-    ``weight_bytes`` of a step, which is None with drafts, and ``read_gb_per_s``.
+    A record has the ``model``, the ``contestant`` and the ``work`` (:class:`~peers.cases.Work`); for each
+    batch of prompts, ``seconds`` of every round and a digest of each of the ``texts``; ``others``, the CPU
+    seconds that other work took during the calls and those that there were; ``weight_bytes`` of a step, which
+    is None with drafts; and ``read_gb_per_s``.
     """
     groups: dict[tuple[str, str], dict[Work, Row]] = defaultdict(dict)
     for record in records:
@@ -60,6 +64,31 @@ def rows_of(records: Iterable[Row]) -> list[Row]:
         }
         for (model, contestant), by_work in groups.items()
     ]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """The table as bars: a panel for each model and quantity that was measured."""
+    from matplotlib.figure import Figure
+
+    models = [*dict.fromkeys(row["model"] for row in rows)]
+    shown = [name for name in QUANTITIES if name != "floor" and any(name in row for row in rows)]
+    sizes = [sum(row["model"] == model for row in rows) for model in models]
+    figure = Figure(figsize=(2 + 2.6 * len(shown), 1 + 0.22 * sum(sizes)), layout="constrained")
+    panels = figure.subplots(len(models), len(shown), squeeze=False, height_ratios=sizes)
+    for line, model in zip(panels, models, strict=True):
+        its = [row for row in rows if row["model"] == model][::-1]  # bars are drawn upwards
+        for axes, name in zip(line, shown, strict=True):
+            head, shape = QUANTITIES[name]
+            values = [row.get(name, 0.0) for row in its]
+            colours = [COLOURS.get(row["contestant"].split(",")[0], OTHER) for row in its]
+            bars = axes.barh([row["contestant"] for row in its], values, color=colours)
+            labels = [f"{value:{shape}}" if value else "" for value in values]
+            axes.bar_label(bars, labels, padding=2, fontsize=6)
+            axes.margins(x=0.2)
+            axes.tick_params(labelsize=6, labelleft=axes is line[0])
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(f"{model}: {head}", fontsize=7)
+    figure.savefig(path, dpi=200)
 
 
 def _others(records: Iterable[Row]) -> float:
@@ -94,7 +123,8 @@ def _equality(by_work: dict[Work, Row], reference: dict[Work, Row]) -> Row:
         (text, expected)
         for work, record in by_work.items()
         if work.new > 1 and work in reference
-        for text, expected in zip(record["texts"], reference[work]["texts"], strict=True)
+        for each, other in zip(record["texts"], reference[work]["texts"], strict=True)
+        for text, expected in zip(each, other, strict=True)
     ]
     if not pairs:
         return {}

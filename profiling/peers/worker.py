@@ -1,4 +1,6 @@
-"""One program in a process of its own: ``python -m peers.worker NAME`` answers commands in lines of JSON.
+"""One program in a process of its own, which answers commands in lines of JSON.
+
+``python -m peers.worker MODULE CLASS`` runs a :class:`~peers.programs.Program`:
 
 - ``{"do": "export", "model", "out", "format"}``: :meth:`Program.export`.
 - ``{"do": "load", "files", "format", "way", "threads"}``: read the model; answers ``version`` of the program.
@@ -14,11 +16,12 @@ import os
 import sys
 import time
 import traceback
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from peers.programs import PROGRAMS, Program
+from peers.programs import Program
 
 
 class Worker:
@@ -47,7 +50,8 @@ class Worker:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the program prints goes to the log
-    worker = Worker(PROGRAMS[sys.argv[1]])
+    module, name = sys.argv[1:]
+    worker = Worker(getattr(import_module(module), name))
     for line in sys.stdin:
         command = json.loads(line)
         try:
