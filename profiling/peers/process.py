@@ -96,8 +96,10 @@ class Process:
     def close(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
+        assert self._process.stdin and self._process.stdout
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
+            # What a process that has ended did not read is lost.
+            with suppress(BrokenPipeError):
                 pipe.close()
 
     def _pause(self) -> None:

@@ -11,8 +11,10 @@ An answer with ``error`` says why a command failed; the traceback is on standard
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from peers.programs import Program
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Worker:
@@ -47,7 +51,13 @@ class Worker:
         return {"seconds": seconds, "tokens": [[*map(int, text)] for text in tokens]}
 
 
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the race ends, even killed: a stopped one would stay."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the program prints goes to the log
     module, name = sys.argv[1:]

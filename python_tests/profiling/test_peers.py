@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -226,6 +228,42 @@ def test_a_process_is_stopped_between_commands(workers, tmp_path):
         os.killpg(running._process.pid, signal.SIGKILL)
         with pytest.raises(Failed, match="the process has ended"):
             running.ask("generate", prompts=[[1]], count=1)
+
+
+RACE = """
+import os, sys
+from pathlib import Path
+from helpers.peers.fake_program import Counting
+from peers import process
+process.PATHS = [*map(Path, sys.path)]
+running = process.Process(Path(sys.executable), Counting, 1, Path(sys.argv[1]) / "log")
+running.ask("export", model="", out=sys.argv[1] + "/files", format="whole")
+print(running._process.pid, flush=True)
+sys.stdin.read()
+os._exit(1)
+"""
+
+
+def test_a_stopped_worker_ends_with_the_race(tmp_path):
+    """Also when the race is killed and closes nothing."""
+    paths = os.pathsep.join(map(str, (ROOT / "python_tests", *process.PATHS)))
+    with subprocess.Popen(
+        [sys.executable, "-c", RACE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as run:
+        worker = int(run.stdout.readline())
+        handle = os.pidfd_open(worker)
+        run.stdin.close()
+        # The handle is readable when the worker has ended.
+        try:
+            assert select.select([handle], [], [], 30)[0]
+        except AssertionError:
+            os.kill(worker, signal.SIGKILL)
+            raise
+        finally:
+            os.close(handle)
 
 
 def test_a_text_that_is_too_short_is_an_error(workers, tmp_path):
