@@ -45,36 +45,50 @@ EACH = 1e9  # bytes of memory for the code, caches and activations of a contesta
 
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
-    programs = [*OWN, *options.peers]
-    checkpoints = {model: checkpoint(model, options.work / "models") for model in options.models}
     failures = Failures()
+    checkpoints = {model: checkpoint(model, options.work / "models") for model in options.models}
+    workshop = equipped(options, failures)
+    files = {
+        model: exported(workshop, folder, options.precisions, failures)
+        for model, folder in checkpoints.items()
+    }
+    if not options.prepare:
+        records: list[Row] = []
+        versions = dict[str, None]()  # a set in order
+        for model, folder in checkpoints.items():
+            weights = weights_of_a_step(folder)
+            for group in groups([*files[model]], weights):
+                with ExitStack() as stack:
+                    racing: dict[Contestant, Process] = {}
+                    for each in group:
+                        with failures.noting(f"{each.title}, {model}"):
+                            process, version = workshop.start(each, files[model][each])
+                            racing[each] = stack.enter_context(closing(process))
+                            versions[version] = None
+                    race = Race(model, weights, racing, failures)
+                    records += race.run(options.cases, options.repeats)
+        publish(options, records, [*versions], failures)
+    return 1 if failures else 0
+
+
+def equipped(options: argparse.Namespace, failures: Failures) -> Workshop:
+    """The workshop with an environment for every program that can be installed."""
     pythons: dict[str, Path] = {}
-    for program in programs:
+    for program in (*OWN, *options.peers):
         with failures.noting(PROGRAMS[program].title):
             pythons[program] = python_of(program, PROGRAMS[program], options.work / "environments")
-    workshop = Workshop(options.work, pythons, torch.get_num_threads())
-    files: dict[tuple[str, Contestant], Path] = {}
-    for model, folder in checkpoints.items():
-        for each in contestants(model, pythons, options.precisions):
-            with failures.noting(f"{each.title}, {model}"):
-                files[model, each] = workshop.files(each, folder)
-    if options.prepare:
-        return 1 if failures else 0
-    records, versions = [], dict[str, None]()
-    for model, folder in checkpoints.items():
-        weights = weights_of_a_step(folder)
-        for group in groups([each for name, each in files if name == model], weights):
-            with ExitStack() as stack:
-                racing: dict[Contestant, Process] = {}
-                for each in group:
-                    with failures.noting(f"{each.title}, {model}"):
-                        process, version = workshop.start(each, files[model, each])
-                        racing[each] = stack.enter_context(closing(process))
-                        versions[version] = None
-                race = Race(model, weights, racing, failures)
-                records += race.run(options.cases, options.repeats)
-    publish(options, records, [*versions], failures)
-    return 1 if failures else 0
+    return Workshop(options.work, pythons, torch.get_num_threads())
+
+
+def exported(
+    workshop: Workshop, folder: Path, precisions: Sequence[str], failures: Failures
+) -> dict[Contestant, Path]:
+    """The contestants that can take part with the model of a folder, and their files of it."""
+    files: dict[Contestant, Path] = {}
+    for each in contestants(folder.name, workshop.pythons, precisions):
+        with failures.noting(f"{each.title}, {folder.name}"):
+            files[each] = workshop.files(each, folder)
+    return files
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
