@@ -17,6 +17,7 @@ TOOLS = {
     "goals": ("bench.goals", "Does generation reach its goals of speed and memory?"),
     "controller": ("bench.controller", 'Is "auto" as fast as the best fixed shape?'),
     "memory": ("bench.memory", "What does speculation add to the memory of a call?"),
+    "peers": ("peers.race", "How fast is our CPU decoder beside other programs?"),
     "serving": ("serving.race", "How fast are servers, ours and others, under load?"),
     "guidellm": ("serving.guide", "What does GuideLLM say about our server?"),
     "acceptance": ("generation.acceptance", "How many drafts are accepted when a call samples?"),

@@ -39,6 +39,19 @@ SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
         ),
         16_384,
     ),
+    "1.1b": (  # TinyLlama-1.1B
+        "llama",
+        dict(
+            hidden_size=2048,
+            num_hidden_layers=22,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            intermediate_size=5632,
+            vocab_size=32_000,
+            tie_word_embeddings=False,
+        ),
+        16_384,
+    ),
     "8b": (  # Llama-3.1-8B
         "llama",
         dict(
@@ -103,6 +116,19 @@ def random_target(name: str, dtype: torch.dtype, device: Device = "cpu") -> Any:
     kind, sizes, _ = SHAPES[name]
     with torch.device(device):
         return _random_model(kind, dtype, seed=0, **sizes)
+
+
+def random_llama(name: str, dtype: torch.dtype, spread: float) -> Any:
+    """A Llama in the sizes of a model of ``SHAPES``, whatever the type of that model.
+
+    Args:
+        spread: standard deviation of the weights of matrices.
+    """
+    model = _random_model("llama", dtype, seed=0, **SHAPES[name][1])
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=spread)
+    return model
 
 
 def random_draft_of(name: str, dtype: torch.dtype) -> Any:

@@ -24,12 +24,13 @@ _LAYER = {
 }
 
 
-def write_gguf(folder: Path, out: Path) -> None:
-    """Write the weights of a folder in float32, with its tokenizer.
+def write_gguf(folder: Path, out: Path, half: bool = False) -> None:
+    """Write the weights of a folder, with its tokenizer.
 
     Args:
         folder: ``config.json``, ``model.safetensors`` and ``tokenizer.json`` of a Llama.
         out: the file.
+        half: matrices in bfloat16 instead of float32.
     """
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -45,7 +46,8 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    kind = gguf.LlamaFileType.MOSTLY_BF16 if half else gguf.LlamaFileType.ALL_F32
+    writer.add_file_type(kind)
     _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     names = {
         "model.embed_tokens.weight": "token_embd.weight",
@@ -62,7 +64,12 @@ def write_gguf(folder: Path, out: Path) -> None:
             weight = _interleaved(weight, heads)
         if "k_proj" in name:
             weight = _interleaved(weight, kv_heads)
-        writer.add_tensor(names[name], np.ascontiguousarray(weight.float().numpy()))
+        values = np.ascontiguousarray(weight.float().numpy())
+        if half and weight.ndim == 2:
+            dtype = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(names[name], gguf.quants.quantize(values, dtype), raw_dtype=dtype)
+        else:
+            writer.add_tensor(names[name], values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
