@@ -96,7 +96,10 @@ class Layers {
   // state += input Wm
   void add_product(const DecoderMatrix& matrix, const void* input, int64_t ins, std::byte* state) {
     linear(product(matrix, input, ins, added_), parallel_for_);
-    rows_.add(params_.type, added_, params_.count() * params_.hidden, state);
+    const int64_t bytes = params_.hidden * size_;
+    for_each(params_.hidden, [&](int64_t i) {
+      rows_.add(params_.type, added_ + i * bytes, params_.hidden, state + i * bytes);
+    });
   }
 
   void attend(const DecoderLayer& layer, std::byte* state) {

@@ -1,4 +1,4 @@
-// Products of many input rows: passes of up to 256 rows. A pass packs its inputs, then runs one
+// Products of many input rows: passes of up to 512 rows. A pass packs its inputs, then runs one
 // parallel loop over groups of output columns, in which each thread transposes the weights that it
 // multiplies (many_rows_kernel.h), block by block.
 #include "many_rows.h"

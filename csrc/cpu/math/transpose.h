@@ -13,30 +13,30 @@ namespace specdec::cpu {
 
 #define SPECDEC_TRANSPOSE_INLINE inline __attribute__((always_inline)) SPECDEC_TARGET_AVX2
 
-SPECDEC_TRANSPOSE_INLINE void interleave(__m256 x, __m256 y, __m256* low, __m256* high) {
-  const __m256 even = _mm256_unpacklo_ps(x, y), odd = _mm256_unpackhi_ps(x, y);
-  *low = _mm256_permute2f128_ps(even, odd, 0x20);
-  *high = _mm256_permute2f128_ps(even, odd, 0x31);
-}
-
 // Stores rows[i][column + j] as element i of vector j with store(j, vector).
 //
-// Three rounds of interleaving vector i with vector i + 4: each moves one bit of the row number
-// into the column number.
+// Loading rows i and i + 4 into the halves of a vector leaves only blocks of 4 x 4 to transpose,
+// which needs no shuffle across the halves.
 template <typename Store>
 SPECDEC_TRANSPOSE_INLINE void transpose_words(const float* const* rows, int64_t column,
                                               const Store& store) {
-  __m256 a[8], b[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(rows[i] + column);
+#pragma GCC unroll 2
+  for (int j = 0; j < 8; j += 4) {
+    __m256 halves[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) interleave(a[i], a[i + 4], &b[2 * i], &b[2 * i + 1]);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) interleave(b[i], b[i + 4], &a[2 * i], &a[2 * i + 1]);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) interleave(a[i], a[i + 4], &b[2 * i], &b[2 * i + 1]);
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) store(i, b[i]);
+    for (int i = 0; i < 4; ++i) {
+      halves[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[i] + column + j)),
+                                       _mm_loadu_ps(rows[i + 4] + column + j), 1);
+    }
+    const __m256 low01 = _mm256_unpacklo_ps(halves[0], halves[1]);
+    const __m256 low23 = _mm256_unpacklo_ps(halves[2], halves[3]);
+    const __m256 high01 = _mm256_unpackhi_ps(halves[0], halves[1]);
+    const __m256 high23 = _mm256_unpackhi_ps(halves[2], halves[3]);
+    store(j, _mm256_shuffle_ps(low01, low23, 0x44));
+    store(j + 1, _mm256_shuffle_ps(low01, low23, 0xEE));
+    store(j + 2, _mm256_shuffle_ps(high01, high23, 0x44));
+    store(j + 3, _mm256_shuffle_ps(high01, high23, 0xEE));
+  }
 }
 
 struct StoreWords {

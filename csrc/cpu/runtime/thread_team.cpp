@@ -44,9 +44,9 @@ int64_t nanoseconds_now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-void Sharing::report(int64_t waited, int64_t now) {
+void Sharing::report(int64_t waited, int64_t ran, int64_t now) {
   const int64_t pause = pause_.load(std::memory_order_relaxed);
-  if (waited > kLongWait) {
+  if (waited > std::max(kLongWait, ran / kLongPart)) {
     good_runs_.store(0, std::memory_order_relaxed);
     pause_.store(std::min(2 * pause, kLastPause), std::memory_order_relaxed);
     alone_until_.store(now + pause, std::memory_order_relaxed);
@@ -74,8 +74,8 @@ void ThreadTeam::run(void* team, int64_t count, int64_t grain, ParallelFor::Body
 }
 
 void ThreadTeam::loop(int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
-  const int64_t wanted = std::min(threads_, kMaxChunks);
-  const int64_t size = std::max(grain, (count + wanted - 1) / wanted);
+  const int64_t longest = std::max(kMaxGrains * grain, (count + kMaxChunks - 1) / kMaxChunks);
+  const int64_t size = std::clamp((count + threads_ - 1) / threads_, grain, longest);
   const int64_t chunks = (count + size - 1) / size;
   chunks_done_.store(0, std::memory_order_relaxed);
   count_.store(count, std::memory_order_relaxed);

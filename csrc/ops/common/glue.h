@@ -106,6 +106,7 @@ void with_team(const F& work) {
     return;
   }
   cpu::ThreadTeam team(threads);
+  const int64_t began = cpu::nanoseconds_now();
   int64_t led = 0;
   kTorchParallelFor(threads, 1, [&](int64_t begin, int64_t) {
     if (begin > 0) return team.help();
@@ -113,7 +114,7 @@ void with_team(const F& work) {
     led = cpu::nanoseconds_now();
   });
   const int64_t now = cpu::nanoseconds_now();
-  cpu::sharing.report(team.waited() + now - led, now);
+  cpu::sharing.report(team.waited() + now - led, now - began, now);
 }
 
 }  // namespace specdec::glue

@@ -74,19 +74,20 @@ void test_sharing() {
   cpu::Sharing sharing;
   int64_t now = 5 * kMillisecond;
   const auto pause = [&] {
-    sharing.report(2 * kMillisecond, now);
+    sharing.report(2 * kMillisecond, 2 * kMillisecond, now);
     int64_t pause = 0;
     while (sharing.is_alone(now)) now += kMillisecond, pause += kMillisecond;
     return pause;
   };
   CHECK(!sharing.is_alone(now));
-  sharing.report(cpu::Sharing::kLongWait, now);
+  sharing.report(cpu::Sharing::kLongWait, cpu::Sharing::kLongWait, now);
+  sharing.report(12 * kMillisecond, 100 * kMillisecond, now);  // a long run, in which it is little
   CHECK(!sharing.is_alone(now));
   CHECK(pause() == cpu::Sharing::kFirstPause);
   CHECK(pause() == 2 * cpu::Sharing::kFirstPause);
   for (int i = 0; i < 10; ++i) CHECK(pause() <= cpu::Sharing::kLastPause);
   CHECK(pause() == cpu::Sharing::kLastPause);
-  for (int i = 0; i < 6 * cpu::Sharing::kGoodRuns; ++i) sharing.report(0, now);
+  for (int i = 0; i < 6 * cpu::Sharing::kGoodRuns; ++i) sharing.report(0, kMillisecond, now);
   CHECK(pause() == cpu::Sharing::kFirstPause);
 }
 

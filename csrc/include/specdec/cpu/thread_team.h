@@ -1,8 +1,9 @@
 // A team of threads that stays together for many short parallel loops. Waking a pool takes
 // microseconds, as long as such a loop itself, so the members of a team wait without sleeping.
 //
-// Each loop is cut into one chunk per member, and a free member takes the next chunk. If the system
-// runs a member late or never, the leader does that chunk, so nothing waits for it. Two waits
+// Each loop is cut into one chunk per member, a long loop into more, and a free member takes the
+// next chunk. If the system runs a member late or never, others do its chunks, so nothing waits for
+// it. Two waits
 // remain: for a member that the system interrupts within a chunk, and for the pool to gather its
 // threads at the end. Where other processes compete for the processors, such a wait is a time slice
 // of theirs, longer than all loops of a run. `Sharing` notices this, and then leaders work alone
@@ -24,14 +25,17 @@ namespace specdec::cpu {
 class Sharing {
  public:
   // Longer than the tens of microseconds that the system may need to find processors for the
-  // helpers.
+  // helpers. In a long run, so are the waits for the last chunks of its loops, together less than
+  // this part of its time.
   static constexpr int64_t kLongWait = 300'000;
+  static constexpr int64_t kLongPart = 8;
   static constexpr int64_t kFirstPause = 20'000'000, kLastPause = 1'000'000'000;
   // This many good runs in a row halve the next pause.
   static constexpr int64_t kGoodRuns = 32;
 
   bool is_alone(int64_t now) const { return now < alone_until_.load(std::memory_order_relaxed); }
-  void report(int64_t waited, int64_t now);
+  // A run has ended in which the leader waited for helpers.
+  void report(int64_t waited, int64_t ran, int64_t now);
 
  private:
   std::atomic<int64_t> alone_until_{0};
@@ -72,6 +76,9 @@ class ThreadTeam {
  private:
   // Handing a loop to waiting threads is cheaper than waking them by about this factor.
   static constexpr int64_t kGrainDivisor = 16;
+  // In grains, a chunk at most: about 0.1 ms, shorter than a long wait, so that the last chunk of a
+  // long loop is not taken for one.
+  static constexpr int64_t kMaxGrains = 256;
 
   static void run(void* team, int64_t count, int64_t grain, ParallelFor::Body body, void* context);
   void loop(int64_t count, int64_t grain, ParallelFor::Body body, void* context);
