@@ -186,7 +186,7 @@ def test_the_command_with_given_numbers(tmp_path):
     code, again = run("--costs", files[0], *given[2:], *options)
     assert code == 0 and "1 5 2.39 1.25 1.91x" in again
     code, text = run("--draft-cost", 0.5, "--acceptance", "0.3", "--draft-length", 1)
-    assert code == 1 and "does not pay" in text
+    assert code == 0 and "does not pay" in text
 
 
 def test_shares_of_all_drafts_can_be_given():
@@ -201,7 +201,7 @@ def test_the_command_measures_the_bundled_model(tmp_path):
     file.write_text("def area(width, height):\n")
     options = ["--prompts", file, "--draft-length", "1,3", "--max-new-tokens", 16]
     code, text = run("bundled", *options)
-    assert code in (0, 1) and "measured on" in text and "latency in ms" in text
+    assert code == 0 and "measured on" in text and "latency in ms" in text
 
 
 @pytest.mark.parametrize(

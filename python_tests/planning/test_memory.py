@@ -297,9 +297,11 @@ def test_the_command(tmp_path):
     code, text = run(target, "--draft", HEAD, "--context", 300, "--gpu", "H100")
     assert code == 0, text
     assert "fits into 90% of H100" in text and "draft: own weights" in text
-    file = tmp_path / "plan.json"
-    code, text = run(target, "--context", 300, "--bytes", "1MiB", "--json", file)
+    file, figure = tmp_path / "plan.json", tmp_path / "plan.png"
+    small = ["--bytes", "1MiB", "--json", file, "--plot", figure]
+    code, text = run(target, "--context", 300, *small)
     assert code == 1 and "are missing" in text
+    assert figure.read_bytes().startswith(b"\x89PNG")
     assert json.loads(file.read_text())["fits"] is False
     code, text = run(target, "--gpu", "H100", "--mig", "3g.40gb")
     assert code == 2 and "pass only one of them" in text

@@ -103,8 +103,7 @@ def breakeven(
     """Show the speed-up by draft length and rows, break-even acceptance, and the tail of the latency.
 
     Costs are measured on MODEL, read from --costs, or given with --draft-cost and --node-cost. The acceptance
-    is measured with MODEL, or given with --acceptance. Latencies are simulated. The exit code is 1 if no
-    draft length pays at any number of rows.
+    is measured with MODEL, or given with --acceptance. Latencies are simulated.
     """
     with user_errors():
         if json_file is not None:
@@ -150,8 +149,6 @@ def breakeven(
     console.blocks(*found.tables())
     for sentence in found.sentences():
         console.sentence(sentence)
-    if not any(found.best(each) for each in found.rows):
-        raise typer.Exit(1)
 
 
 def _split(text: str, option: str, pattern: str) -> list[str]:

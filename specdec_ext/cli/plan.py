@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from specdec_ext.cli.shared.common import Dtype, torch_dtype, user_errors
 from specdec_ext.cli.shared.shape import DraftLengthOption, TreeOption, shape_of
 from specdec_ext.display.console import PlainConsole
+from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_file
 
 
@@ -71,6 +72,10 @@ def plan(
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Write the plan to this file.")
     ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", dir_okay=False, help="Write a figure of the memory by part (PNG)."),
+    ] = None,
 ) -> None:
     """Show the memory of a target and a draft, part by part and phase by phase, without loading them.
 
@@ -80,12 +85,14 @@ def plan(
     with user_errors():
         if json_file is not None:
             writable_file(json_file, "--json")
+        if plot_file is not None:
+            writable_file(plot_file, "--plot")
+            require("matplotlib", "--plot")
         given = [each for each in (gpu, mig, size) if each is not None]
         if len(given) > 1:
             raise ValueError("--gpu, --mig and --bytes all name the memory; pass only one of them")
         from specdec_ext.planning.memory import plan as planned
 
-        wanted: Any = torch_dtype(dtype)
         found = planned(
             target,
             draft,
@@ -93,7 +100,7 @@ def plan(
             rows=rows,
             new_tokens=new_tokens,
             tree=shape_of(draft_length, tree),
-            dtype=None if wanted == "auto" else wanted,
+            dtype=torch_dtype(dtype),
             quantisation=quantisation,
             draft_quantisation=draft_quantisation,
             do_sample=sample,
@@ -104,6 +111,8 @@ def plan(
         )
     if json_file is not None:
         json_file.write_text(json.dumps(found.record(), indent=1) + "\n")
+    if plot_file is not None:
+        found.plot(plot_file)
     console = PlainConsole()
     console.blocks(*found.tables())
     for sentence in found.sentences():

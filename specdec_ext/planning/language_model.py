@@ -102,12 +102,12 @@ class LanguageModel:
         self.run = lru_cache(maxsize=None)(self._run)
 
     @classmethod
-    def of(cls, file: ConfigFile, dtype: torch.dtype | None, quantisation: str) -> LanguageModel:
+    def of(cls, file: ConfigFile, dtype: torch.dtype | str, quantisation: str) -> LanguageModel:
         """The model of a config.json.
 
         Args:
             file: the config.
-            dtype: dtype of weights and activations; None for that of the config.
+            dtype: dtype of weights and activations; "auto" for that of the config.
             quantisation: one of ``formats.NAMES``.
         """
         try:
@@ -118,7 +118,7 @@ class LanguageModel:
             raise ValueError(
                 f"{file.source}: transformers can't read its config: {error}"
             ) from error
-        if dtype is None:
+        if not isinstance(dtype, torch.dtype):
             recorded = getattr(config.get_text_config(decoder=True), "dtype", None)
             dtype = recorded if isinstance(recorded, torch.dtype) else USUAL_DTYPE
         quantised = weight_format(quantisation, file.values, file.source)

@@ -23,11 +23,13 @@ from specdec_ext.planning.capacity import Capacity, capacity_of
 from specdec_ext.planning.configs import ConfigFile
 from specdec_ext.planning.head import HeadMemory
 from specdec_ext.planning.language_model import LanguageModel, PassBytes
+from specdec_ext.preflight.extras import require
 from specdec_ext.tree.config import TreeConfig
 
 # The share of a device's memory that is planned with. The rest is for the driver's context, the libraries'
 # own work space and gaps between tensors.
 DEFAULT_SHARE = 0.9
+GIB = 1 << 30
 # The longest context is found to this number of tokens.
 CONTEXT_STEP = 256
 _PROCESSED = torch.float32
@@ -189,6 +191,27 @@ class MemoryPlan(Summarised):
             ]
             yield Table(compared, ("drafter", "own weights", "own cache"), "compared")
 
+    def plot(self, path: str | Path) -> None:
+        """Save the parts and the needs of the largest phase as a stacked bar in an image file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        otherwise = "MemoryPlan.explain() shows the same as text"
+        figures = require("matplotlib.figure", "MemoryPlan.plot", otherwise)
+        figure = figures.Figure(figsize=(10, 3), layout="constrained")
+        ax, end = figure.subplots(), 0.0
+        needs = [(f"{what} ({self.peak.name})", size) for what, size in self.peak.needs.items()]
+        for name, size in [*((part.name, part.num_bytes) for part in self.parts), *needs]:
+            ax.barh([0], [size / GIB], left=end, label=f"{name}, {byte_size(size)}")
+            end += size / GIB
+        if self.available is not None:
+            ax.axvline(self.available / GIB, color="black", linewidth=1)
+        ax.set_yticks([])
+        ax.set(xlabel="GiB", title=str(self))
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+        figure.savefig(path)
+
     def record(self) -> dict[str, Any]:
         """The whole plan, for JSON."""
         return {
@@ -207,7 +230,7 @@ def plan(
     rows: int = 1,
     new_tokens: int = 256,
     tree: TreeConfig | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str = "auto",
     quantisation: str = "auto",
     draft_quantisation: str = "auto",
     do_sample: bool = False,
@@ -228,7 +251,7 @@ def plan(
         rows: number of rows.
         new_tokens: tokens of ``context`` that are generated.
         tree: shape of a draft; None for the drafter's default, or for plain decoding without ``draft``.
-        dtype: dtype of weights and activations; None for that of the target's config.
+        dtype: dtype of weights and activations; "auto" for that of the target's config.
         quantisation: format of the target's matrices: "none", "float8", "int8", "int4", or "auto" for that of
             its config.
         draft_quantisation: the same for a draft model; for a head "none", or "int8" and "float8" on a GPU.
