@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec_ext.planning.live_bytes import LiveBytes
+from specdec_ext.planning.sizes.live_bytes import LiveBytes
 
 SIDE = 64
 SIZE = SIDE * SIDE * 4

@@ -13,9 +13,9 @@ from helpers.places import GOLDEN
 from transformers import AutoConfig
 
 from specdec_ext import TreeConfig, assets
-from specdec_ext.planning.configs import ConfigFile
-from specdec_ext.planning.language_model import LanguageModel
 from specdec_ext.planning.memory import largest, plan, slots_of
+from specdec_ext.planning.sizes.configs import ConfigFile
+from specdec_ext.planning.sizes.language_model import LanguageModel
 
 BUNDLED = assets.FOLDER / "tiny-python-target"
 HEAD = assets.FOLDER / "tiny-python-head"
@@ -112,6 +112,26 @@ def test_figures_of_published_models(written):
     assert weights - parts(large)["draft: own weights"] == pytest.approx(70e9, rel=0.03)
     head = ConfigFile.find(written("70b_head", head_of(LLAMA_70B))).head()
     assert 2 * head.num_layers * head.num_kv_heads * head.head_dim * 2 == 4096  # per token
+
+
+def test_the_dtype_is_that_of_the_config_or_of_the_argument(written):
+    for given, argument, size in (
+        ("float32", "auto", 4),
+        ("bfloat16", "auto", 2),
+        ("bfloat16", torch.float32, 4),
+        (None, "auto", 2),
+    ):
+        target = written("target", dict(SHALLOW, torch_dtype=given))
+        found = plan(target, dtype=argument)
+        assert parts(found)["target: lm_head"] == 128_256 * 4096 * size
+
+
+def test_experts_in_float32(written):
+    """The meta device knows their products in bfloat16 only."""
+    experts = dict(SHALLOW, model_type="mixtral", architectures=["MixtralForCausalLM"])
+    file = written("experts", dict(experts, num_local_experts=4, num_experts_per_tok=2))
+    single, half = (plan(file, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert single.num_bytes == pytest.approx(2 * half.num_bytes, rel=0.001)
 
 
 def test_a_head_needs_less_than_a_draft_model(written):
@@ -237,6 +257,8 @@ def test_plans_show_themselves():
         (dict(device="tpu"), "device is 'tpu'"),
         (dict(quantisation="int3"), "quantisation='int3' is not known"),
         (dict(draft_quantisation="int4", draft=HEAD), "weights='int4'"),
+        (dict(draft_quantisation="int8", draft=HEAD, device="cpu"), "'int8' is for GPUs"),
+        (dict(dtype="bf16"), "dtype is 'bf16'; expected a torch.dtype"),
         (dict(memory="H1"), "memory 'H1' is not known"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

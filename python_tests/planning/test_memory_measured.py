@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def measured(case: dict) -> str:
     """The output of ``measure_peak.py`` for this case."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "profiling")))
     environment = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    script = Path(__file__).with_name("measure_peak.py")
+    script = ROOT / "python_tests" / "helpers" / "measure_peak.py"
     command = [sys.executable, script, json.dumps(case)]
     return subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, check=True

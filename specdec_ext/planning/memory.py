@@ -20,9 +20,9 @@ from specdec_ext.models.graphs import arena
 from specdec_ext.models.slots.target import FIRST_SLOTS, RECORDING_DEVICES
 from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.planning.capacity import Capacity, capacity_of
-from specdec_ext.planning.configs import ConfigFile
-from specdec_ext.planning.head import HeadMemory
-from specdec_ext.planning.language_model import LanguageModel, PassBytes
+from specdec_ext.planning.sizes.configs import ConfigFile
+from specdec_ext.planning.sizes.head import HeadMemory
+from specdec_ext.planning.sizes.language_model import LanguageModel, PassBytes
 from specdec_ext.preflight.extras import require
 from specdec_ext.tree.config import TreeConfig
 
@@ -337,7 +337,12 @@ def _drafter(
     if config is None:
         return LanguageModel.of(file, target.dtype, quantisation)
     format_ = "same" if quantisation in ("auto", "none") else quantisation
-    head = HeadMemory(config, target, device, weight_dtype(format_))
+    matrices = weight_dtype(format_)
+    if matrices is not None and device.type == "cpu":
+        raise ValueError(
+            f"draft_quantisation={quantisation!r} is for GPUs; pass 'none' for a head on the CPU"
+        )
+    head = HeadMemory(config, target, device, matrices)
     head.check(file.source)
     return head
 
@@ -399,29 +404,27 @@ class _Calls:
         """The phases of a call."""
         drafter, prompt = self.drafter, context - self.new_tokens
         held = sum(part.num_bytes for part in self.parts(rows, context))
-        read, step = self.target.run(rows, prompt), self._step(rows)
-        drafts_later = 0 if drafter is None else self._draft_cache(drafter, rows, context)
-        first = {"work space": read.work + read.logits}
-        needs = {"logits of a block": step.logits, "work space": step.work}
+        later = 0 if drafter is None else self._draft_cache(drafter, rows, context)
+        read = _activations(self.target.run(rows, prompt))
+        block = self.target.run(rows, self._nodes(rows), True)
+        step = {"logits of a block": block.logits, "work space": block.work}
         if self.do_sample:
-            scores = step.logits // self.target.dtype.itemsize * _PROCESSED.itemsize
-            needs["processed scores"] = scores
-        phases = [Phase("the target reads the prompt", held - drafts_later, first)]
+            scores = block.logits // self.target.dtype.itemsize * _PROCESSED.itemsize
+            step["processed scores"] = scores
+        between = []
         if isinstance(drafter, HeadMemory):
-            first["aux hidden states"] = features = drafter.features(rows, prompt)
-            reads = {"aux hidden states": features, "their concatenation": features}
-            phases.append(Phase("the head reads the prompt", held, reads))
-            needs["aux hidden states"] = drafter.pending(rows)
+            features = {"aux hidden states": drafter.features(rows, prompt)}
+            read |= features
+            reads = {**features, "their concatenation": features["aux hidden states"]}
+            between.append(Phase("the head reads the prompt", held, reads))
+            step["aux hidden states"] = drafter.pending(rows)
         elif drafter is not None:
-            read, own = drafter.run(rows, prompt), drafter.run(rows, self._nodes(rows), True)
-            reads = {"work space": read.work + read.logits}
-            phases.append(Phase("the draft model reads the prompt", held, reads))
-            needs["work space"] = max(step.work, own.work + own.logits)
-        phases.append(Phase("a step", held, needs))
-        return phases
-
-    def _step(self, rows: int) -> PassBytes:
-        return self.target.run(rows, self._nodes(rows), True)
+            own = drafter.run(rows, self._nodes(rows), True)
+            reads = _activations(drafter.run(rows, prompt))
+            between.append(Phase("the draft model reads the prompt", held, reads))
+            step["work space"] = max(block.work, own.work + own.logits)
+        first = Phase("the target reads the prompt", held - later, read)
+        return [first, *between, Phase("a step", held, step)]
 
     def num_bytes(self, rows: int, context: int) -> int:
         """Bytes that a call needs at most."""
@@ -436,6 +439,11 @@ class _Calls:
             Weighed(each, _weights(drafter), self._draft_cache(drafter, rows, context))
             for each, drafter in ((name, self.drafter), (ONE_B_NAME, other))
         )
+
+
+def _activations(read: PassBytes) -> dict[str, int]:
+    """What a pass over the prompt needs; its logits are those of the last token."""
+    return {"work space": read.work + read.logits}
 
 
 def _weights(drafter: HeadMemory | LanguageModel) -> int:

@@ -15,7 +15,7 @@ from specdec_ext.drafters.heads.unread import MAX_PENDING, MERGED_NODES
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.medusa import MedusaConfig
 from specdec_ext.ops.packed_head import reads_panels
-from specdec_ext.planning.language_model import LanguageModel
+from specdec_ext.planning.sizes.language_model import LanguageModel
 from specdec_ext.tree.config import TreeConfig
 
 DRAFT_TO_TARGET = "draft_to_target"

@@ -16,7 +16,7 @@ import specdec_ext
 from specdec_ext import DraftModelDrafter, HeadDrafter, TreeConfig, assets
 from specdec_ext.drafters import Drafter
 from specdec_ext.evaluate.benchmark.memory import peak_bytes, reset_peak
-from specdec_ext.planning.configs import ConfigFile
+from specdec_ext.planning.sizes.configs import ConfigFile
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from specdec_ext.models import Support, supports
 from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.compat import cache_argument
-from specdec_ext.planning.configs import ConfigFile
-from specdec_ext.planning.formats import WeightFormat, weight_format
-from specdec_ext.planning.live_bytes import LiveBytes
+from specdec_ext.planning.sizes.configs import ConfigFile
+from specdec_ext.planning.sizes.formats import WeightFormat, weight_format
+from specdec_ext.planning.sizes.live_bytes import LiveBytes
 from specdec_ext.pretrained import vocab_size
 
 META = torch.device("meta")
@@ -112,13 +112,13 @@ class LanguageModel:
         """
         try:
             config = AutoConfig.from_pretrained(file.path)
-        except (
-            Exception
-        ) as error:  # transformers raises many types for a config that it does not know
+        except Exception as error:  # transformers raises many types for unknown configs
             raise ValueError(
                 f"{file.source}: transformers can't read its config: {error}"
             ) from error
         if not isinstance(dtype, torch.dtype):
+            if dtype != "auto":
+                raise ValueError(f"dtype is {dtype!r}; expected a torch.dtype, or 'auto'")
             recorded = getattr(config.get_text_config(decoder=True), "dtype", None)
             dtype = recorded if isinstance(recorded, torch.dtype) else USUAL_DTYPE
         quantised = weight_format(quantisation, file.values, file.source)
