@@ -198,11 +198,27 @@ def test_the_largest_rows_and_context_are_the_last_that_fit():
 @pytest.mark.parametrize("available", [0, 5, 99, 100, 101, 12_345, 10**9])
 @pytest.mark.parametrize("most", [None, 70])
 def test_the_search_finds_the_largest_number(available, most):
+    asked = []
+
     def needed(number: int) -> int:
+        asked.append(number)
         return 3 * number + number * number // 50 + (40 if number > 20 else 0)
 
+    found = largest(needed, available, 1, most)
+    assert len(asked) <= 20
     fitting = [n for n in range(1, (most or 300_000) + 1) if needed(n) <= available]
-    assert largest(needed, available, 1, most) == max(fitting, default=0)
+    assert found == max(fitting, default=0)
+
+
+def test_the_search_on_a_straight_line_is_short():
+    asked = []
+
+    def needed(number: int) -> int:
+        asked.append(number)
+        return 10**9 + 12_345 * number
+
+    assert largest(needed, 2 * 10**9, 1) == 10**9 // 12_345
+    assert len(asked) <= 9
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(100, 50), (100, 5000), (5000, 2000), (1, 1)])

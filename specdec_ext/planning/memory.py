@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ DEFAULT_SHARE = 0.9
 GIB = 1 << 30
 # The longest context is found to this number of tokens.
 CONTEXT_STEP = 256
+# Largest factor between two numbers that are tried in the search for the largest one.
+_FASTEST = 16
 _PROCESSED = torch.float32
 # A draft model of 1B parameters for comparison: the shape of Llama-3.2-1B, with the target's vocabulary.
 _ONE_B = dict(
@@ -470,8 +473,7 @@ def largest(
     """The largest number that needs no more than what is available; 0 if even ``least`` needs more.
 
     Args:
-        needed: bytes that a number needs, which must not fall; almost a straight line, so that few calls
-            suffice.
+        needed: bytes that a number needs, which must not fall. It is slow, and almost a straight line.
         available: bytes.
         least, most: the smallest and the largest number to consider; None for no limit.
     """
@@ -480,13 +482,20 @@ def largest(
         return 0
     if most is not None and needed(most) <= available:
         return most
+
+    def crossing(low: int, high: int) -> float:
+        """Where the line through both points reaches what is available, as a share of their distance."""
+        return (available - needed(low)) / max(needed(high) - needed(low), 1)
+
     low, high = least, 2 * least
     while needed(high) <= available:
-        low, high = high, 2 * high
-    while high - low > 1:
-        # On the line through both ends, but never in the outer eighths, so that the interval shrinks.
-        slope = (available - needed(low)) / (needed(high) - needed(low))
-        step = int(min(max(slope, 1 / 8), 7 / 8) * (high - low))
-        middle = low + max(step, 1)
+        beyond = low + int((high - low) * crossing(low, high) * 1.1) + 1
+        low, high = high, min(max(beyond, 2 * high), _FASTEST * high)
+    for turn in count():
+        if high - low <= 1:
+            break
+        # Halves from time to time: on a curve, one end would approach the crossing very slowly.
+        share = 0.5 if turn % 3 == 2 else crossing(low, high)
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         low, high = (middle, high) if needed(middle) <= available else (low, middle)
     return low
