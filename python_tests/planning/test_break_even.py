@@ -85,6 +85,8 @@ def test_drafts_that_do_not_pay():
     found = break_even(StepCosts.relative(0.3, node=0.1), [0.3], [1])
     assert found.estimates[0].needed[1.0] == pytest.approx(0.4)
     assert found.estimates[0].speed_up == pytest.approx(1.3 / 1.4)
+    text = " ".join(found.explain().split())
+    assert "drafts of 1 would have to be accepted with probability 0.40 at each position" in text
 
 
 def test_wider_batches_prefer_shorter_drafts():
@@ -124,6 +126,7 @@ def _chain():
         ({"verify": [[1, 1.5, 1]], "draft": []}, "expected a list"),
         ({"verify": [[0, 1, 1]], "draft": []}, "with 1 to"),
         ({"verify": [[1, 1, -1]], "draft": []}, "a finite time"),
+        ({"verify": [[1, 1, 0]], "draft": []}, "a pass of the target takes time"),
         ({"verify": [[1, 4, 1]], "draft": []}, "no time of a plain step"),
         ({"verify": [[1, 1, 1]], "draft": [], "unit": "years"}, "unit is 'years'"),
     ],

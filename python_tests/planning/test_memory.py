@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from specdec_ext import TreeConfig, assets
 from specdec_ext.planning.memory import largest, plan, slots_of
+from specdec_ext.planning.sizes import configs
 from specdec_ext.planning.sizes.configs import ConfigFile
 from specdec_ext.planning.sizes.language_model import LanguageModel
 
@@ -311,6 +312,19 @@ def test_configs_that_can_not_be_planned(written):
         plan(BUNDLED, GOLDEN / "eagle1_gqa" / "draft")
     with pytest.raises(ValueError, match="Medusa heads, whose sizes only their weights tell"):
         plan(BUNDLED, written("medusa", {"medusa_num_heads": 3}))
+
+
+def test_of_a_hub_repository_only_the_config_is_downloaded(monkeypatch, written):
+    asked = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return written("cached", SHALLOW)
+
+    monkeypatch.setattr(configs, "on_disk", lambda name: None)
+    monkeypatch.setattr(configs, "hf_hub_download", download)
+    assert plan("org/model").settings["dtype"] == "bfloat16"
+    assert asked == [("org/model", "config.json")]
 
 
 @pytest.mark.parametrize(

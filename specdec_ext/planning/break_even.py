@@ -87,19 +87,27 @@ class BreakEven(Summarised):
         yield f"Costs: {self.costs.origin}."
         for rows in self.rows:
             if self.best(rows) is None:
-                least = min(self._of(rows), key=lambda each: each.needed[1.0] or 2.0)
-                needed = least.needed[1.0]
-                yield (
-                    f"With {counted(rows, 'row')} speculation does not pay: "
-                    + (
-                        "no acceptance makes up for the time of a step."
-                        if needed is None
-                        else f"drafts of {least.length} would have to be accepted with probability "
-                        f"{needed:.2f} at each position."
-                    )
+                needs = (
+                    f"With {counted(rows, 'row')} speculation does not pay: {self._missing(rows)}"
                 )
+                yield f"{needs}."
         for each in self.simulations:
             yield from each.sentences()
+
+    def _missing(self, rows: int) -> str:
+        """What would have to be different for drafts to pay."""
+        needed = [
+            (acceptance, each.length)
+            for each in self._of(rows)
+            if (acceptance := each.needed[1.0]) is not None
+        ]
+        if not needed:
+            return "no acceptance makes up for the time of a step"
+        acceptance, length = min(needed)
+        return (
+            f"drafts of {length} would have to be accepted with probability {acceptance:.2f} at each "
+            "position"
+        )
 
     def tables(self) -> Iterable[Table]:
         speed_ups = list(self.estimates[0].needed)

@@ -61,6 +61,10 @@ class StepCosts:
         costs = cls(VerifyCosts(), DraftCosts(), unit, origin)
         for rows, nodes, time in sorted(verify):
             _check(rows, nodes, time, "verify")
+            if not time:
+                raise ValueError(
+                    f"verify has [{rows}, {nodes}, 0]; a pass of the target takes time"
+                )
             costs.verify.curve(rows, SHORT_CONTEXT).add(nodes, time, _TRUSTED)
         for rows, length, time in sorted(drafts):
             _check(rows, length, time, "draft")

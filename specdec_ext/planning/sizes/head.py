@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import torch
 
+from specdec_ext.drafters.heads.bound_head import draft_dtype
 from specdec_ext.drafters.heads.head import default_tree
 from specdec_ext.drafters.heads.head_cache import STEP, draft_slots
 from specdec_ext.drafters.heads.medusa import default_tree as medusa_tree
@@ -57,21 +57,14 @@ class HeadMemory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the head computes (``bound_head.draft_home``)."""
-        slow = self.device.type == "cpu" and self.target.dtype == torch.float16
-        return torch.float32 if slow else self.target.dtype
+        """The dtype in which the head computes."""
+        return draft_dtype(self.device, self.target.dtype)
 
     def default_tree(self, rows: int) -> TreeConfig:
         """The shape that is drafted by default."""
         if isinstance(self.config, MedusaConfig):
             return medusa_tree(self.device, self.config.num_heads)
         return default_tree(self.device, rows, self.config.mask_token_id is not None)
-
-    @cached_property
-    def parameters(self) -> int:
-        """Number of parameters, without those that are the target's."""
-        shapes = self.config.tensor_shapes()
-        return sum(prod(shape) for name, shape in shapes.items() if name != DRAFT_TO_TARGET)
 
     @property
     def weights(self) -> int:
