@@ -161,7 +161,7 @@ def simulate(
 
     Args:
         costs: time of steps.
-        traffic: kinds of text. A request has one kind, in the order of the draws.
+        traffic: kinds of text. Each request has one kind; they come in random order.
         length: draft length; the last drafts of a request are as long as tokens are left.
         rows: most rows of the batch.
         new_tokens: tokens of each request.
