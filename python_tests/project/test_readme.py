@@ -94,6 +94,7 @@ SHORT = {
     "generate": "--max-new-tokens 8",
     "chat": "--plain",
     "bench": "--prompts {texts} --max-new-tokens 4 --repeats 1",
+    "breakeven": "--max-new-tokens 8",
     "check": "--prompts {texts} --max-new-tokens 4",
     "train": "--updates 1 --batch-size 2 --max-length 48 --steps 2 --max-new-tokens 8 --work {new}",
 }

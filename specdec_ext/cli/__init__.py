@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec_ext.cli.bench import bench
+from specdec_ext.cli.breakeven import breakeven
 from specdec_ext.cli.chat import chat
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
@@ -20,6 +21,7 @@ from specdec_ext.cli.export import custom_generate
 from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
+from specdec_ext.cli.plan import plan
 from specdec_ext.cli.serve import serve
 from specdec_ext.cli.train import train
 from specdec_ext.cli.version import version
@@ -66,7 +68,21 @@ def _help(command: Callable[..., Any]) -> str:
 
 
 specdec.__doc__ = None  # the help text is the app's
-for command in (demo, generate, chat, bench, check, serve, inspect, keywords, train, version):
+COMMANDS = (
+    demo,
+    generate,
+    chat,
+    bench,
+    breakeven,
+    check,
+    serve,
+    inspect,
+    plan,
+    keywords,
+    train,
+    version,
+)
+for command in COMMANDS:
     app.command(help=_help(command))(command)
 
 export = typer.Typer(no_args_is_help=True, help="Write files with which other programs speculate.")

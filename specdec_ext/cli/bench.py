@@ -24,6 +24,7 @@ from specdec_ext.cli.shared.common import (
     user_errors,
     warn_if_busy,
 )
+from specdec_ext.cli.shared.shape import DraftLengthOption, TreeOption, shape_of
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_file
@@ -51,16 +52,8 @@ def bench(
         int, typer.Option(min=1, help="Calls per prompt, of which the median is used.")
     ] = 3,
     speculation: SpeculationOption = "auto",
-    draft_length: Annotated[
-        int | None, typer.Option("--draft-length", min=1, help="Draft chains of this many tokens.")
-    ] = None,
-    tree: Annotated[
-        str | None,
-        typer.Option(
-            "--tree",
-            help="Shape of the dynamic trees of draft heads, as DEPTHxTOP_KxNODES, such as 6x10x60.",
-        ),
-    ] = None,
+    draft_length: DraftLengthOption = None,
+    tree: TreeOption = None,
     assisted: Annotated[
         str | None,
         typer.Option(
@@ -104,7 +97,7 @@ def bench(
     console = PlainConsole()
     with user_errors():
         encoded = benchmark.batches(tokenizer, texts, batch, target.device)
-        shape = _shape(draft_length, tree)
+        shape = shape_of(draft_length, tree)
         drafters = {
             name: _shaped(name, load_drafter(name, target, tokenizer), shape) for name in drafter
         }
@@ -156,21 +149,6 @@ def _breakdowns(
         breakdown(target, ids, each, max_new_tokens, name, **inputs)
         for name, each in {"none": None, **drafters}.items()
     ]
-
-
-def _shape(draft_length: int | None, tree: str | None) -> TreeConfig | None:
-    """The shape that --draft-length and --tree ask for; None for the drafter's own."""
-    from specdec_ext import TreeConfig
-
-    if tree is None:
-        return None if draft_length is None else TreeConfig(depth=draft_length)
-    if draft_length is not None:
-        raise ValueError("--draft-length and --tree both shape the drafts; pass only one of them")
-    numbers = tree.split("x")
-    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"--tree {tree}: expected DEPTHxTOP_KxNODES, such as 6x10x60")
-    depth, top_k, num_nodes = map(int, numbers)
-    return TreeConfig(depth=depth, top_k=top_k, num_nodes=num_nodes)
 
 
 def _shaped(name: str, drafter: Any, shape: TreeConfig | None) -> Any:

@@ -29,6 +29,8 @@ from specdec_ext.tree.config import Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
+# Length of a chain if the caller does not choose one.
+DEFAULT_DRAFT_TOKENS = 4
 # Largest number of tokens that the draft model reads in one pass after the prompt.
 BLOCK_TOKENS = 256
 # Largest number of tokens of a pass for which the row-invariant matrix product is used, which is faster for
@@ -72,7 +74,7 @@ class DraftModelDrafter(Drafter):
     def __init__(
         self,
         model: PreTrainedModel,
-        num_draft_tokens: int = 4,
+        num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
         *,
         sampled: bool = False,
         min_confidence: float = 0.0,

@@ -102,9 +102,9 @@ def load_target(
         place = find_device(device)
     with user_errors(argument):
         if model is None:
-            bundled: Model = assets.load_target(_torch_dtype(dtype))
+            bundled: Model = assets.load_target(torch_dtype(dtype))
             return bundled.to(place), assets.load_tokenizer()
-        return load_language_model(model, _torch_dtype(dtype), place), load_tokenizer(model)
+        return load_language_model(model, torch_dtype(dtype), place), load_tokenizer(model)
 
 
 def load_drafter(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -143,7 +143,8 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _torch_dtype(dtype: Dtype) -> torch.dtype | str:
+def torch_dtype(dtype: Dtype) -> torch.dtype | str:
+    """The torch dtype of ``--dtype``; "auto" stays as it is."""
     import torch
 
     if dtype == "auto":

@@ -158,9 +158,14 @@ class BoundHead:
 
 
 def draft_home(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype in which a head computes: those of the target, but float32 for float16 on the CPU."""
-    slow = model.device.type == "cpu" and model.dtype == torch.float16
-    return model.device, torch.float32 if slow else model.dtype
+    """Device and dtype in which a head computes."""
+    return model.device, draft_dtype(model.device, model.dtype)
+
+
+def draft_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a head computes: that of the target, but float32 for float16 on the CPU."""
+    slow = device.type == "cpu" and dtype == torch.float16
+    return torch.float32 if slow else dtype
 
 
 def _shared_weights(head: DraftHead, model: PreTrainedModel) -> tuple[Tensor | None, Tensor | None]:

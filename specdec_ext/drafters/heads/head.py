@@ -7,7 +7,6 @@ A head reads the target's hidden states of the text and predicts the next ones (
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import cache
 
@@ -19,7 +18,7 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.drafters.heads.coupling import check_temperature, draft_noise
-from specdec_ext.drafters.heads.head_cache import HeadCache
+from specdec_ext.drafters.heads.head_cache import HeadCache, draft_slots
 from specdec_ext.drafters.heads.unread import PendingFeatures, UnreadText
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
@@ -234,7 +233,7 @@ class HeadDrafter(Drafter):
             return None
         assert cache is not None
         num_rows, active = len(context.generated), self._staged_rows(context)
-        cache.reserve([width] * num_rows, _draft_slots(shape), shape.depth)
+        cache.reserve([width] * num_rows, draft_slots(shape), shape.depth)
         self._read_ahead = last
         texts, features = last.new_tokens[:, :width], last.new_features[:, :width]
         counts, roots = last.numbers.counts, last.numbers.roots
@@ -265,7 +264,7 @@ class HeadDrafter(Drafter):
         """Read ``new`` and draft for every row of the batch; returns ``(tokens, parents)``."""
         bound, cache = self._bound, self._cache
         assert bound is not None and cache is not None
-        cache.reserve(new.counts, _draft_slots(tree), tree.depth)
+        cache.reserve(new.counts, draft_slots(tree), tree.depth)
         width = max(map(len, new.tokens))
         if new.committed is not None and cache.on_device is not None:
             numbers, texts = new.committed.numbers, new.committed.new_tokens[:, :width]
@@ -310,10 +309,3 @@ class HeadDrafter(Drafter):
         )
         cache.on_device = cache.on_device + counts
         return tokens, parents
-
-
-def _draft_slots(tree: TreeConfig) -> int:
-    """Number of cache slots for drafted nodes: the depth times the width of the widest level."""
-    if tree.choices is None:
-        return tree.top_k * tree.depth
-    return max(Counter(map(len, tree.choices)).values()) * tree.depth

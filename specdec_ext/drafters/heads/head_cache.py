@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.rope import rope_tables
+from specdec_ext.tree.config import TreeConfig
 
 # Caches and tables grow by at least this many entries, so that they are rarely copied.
 STEP = 1024
@@ -71,6 +73,13 @@ class HeadCache:
     def positions(self) -> list[int]:
         """Position of each row's next element."""
         return [a + b for a, b in zip(self.first_positions, self.lengths, strict=True)]
+
+
+def draft_slots(tree: TreeConfig) -> int:
+    """Number of cache slots for drafted nodes: the depth times the width of the widest level."""
+    if tree.choices is None:
+        return tree.top_k * tree.depth
+    return max(Counter(map(len, tree.choices)).values()) * tree.depth
 
 
 def _grown(buffer: Tensor, used: int, capacity: int) -> Tensor:

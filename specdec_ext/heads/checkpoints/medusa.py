@@ -103,6 +103,15 @@ def read_medusa(
     return MedusaHeads(medusa, read, source, record)
 
 
+def medusa_config(tensors: Mapping[str, StoredTensor], config: Fields, source: str) -> MedusaConfig:
+    """Return the config of the heads of a checkpoint, from the names and shapes of its tensors.
+
+    The arguments are those of :func:`read_medusa`.
+    """
+    names = _canonical_names(tensors, source)
+    return _config({ours: tensors[name] for ours, name in names.items()}, names, config, source)
+
+
 def _without_prefix(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)

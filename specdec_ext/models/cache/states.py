@@ -36,6 +36,11 @@ class States:
         """Whether the states have read any token yet."""
         return any(any(layer.has_previous_state.values()) for layer in self._layers)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the states that exist, in bytes."""
+        return sum(store[index].nbytes for store, index in self._places())
+
     def _places(self) -> Iterator[tuple[dict[int, Any], int]]:
         for layer in self._layers:
             for store in (layer.conv_states, layer.recurrent_states):

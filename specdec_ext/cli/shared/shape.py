@@ -1,0 +1,36 @@
+"""The options that shape drafts: ``--draft-length`` and ``--tree``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from specdec_ext import TreeConfig
+
+DraftLengthOption = Annotated[
+    int | None, typer.Option("--draft-length", min=1, help="Draft chains of this many tokens.")
+]
+TreeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tree",
+        help="Shape of the dynamic trees of draft heads, as DEPTHxTOP_KxNODES, such as 6x10x60.",
+    ),
+]
+
+
+def shape_of(draft_length: int | None, tree: str | None) -> TreeConfig | None:
+    """The shape that --draft-length and --tree ask for; None for the drafter's own."""
+    from specdec_ext import TreeConfig
+
+    if tree is None:
+        return None if draft_length is None else TreeConfig(depth=draft_length)
+    if draft_length is not None:
+        raise ValueError("--draft-length and --tree both shape the drafts; pass only one of them")
+    numbers = tree.split("x")
+    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--tree {tree}: expected DEPTHxTOP_KxNODES, such as 6x10x60")
+    depth, top_k, num_nodes = map(int, numbers)
+    return TreeConfig(depth=depth, top_k=top_k, num_nodes=num_nodes)

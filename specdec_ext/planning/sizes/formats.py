@@ -1,0 +1,90 @@
+"""``WeightFormat``: in how many bits a model stores its matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_ext.heads.checkpoints.config.fields import Fields, shown
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """The format of the quantised matrices of a model; everything else is stored in the model's dtype.
+
+    Attributes:
+        name: for messages.
+        bits: bits per weight, the scales and zero points of groups included.
+        unpacks: whether a matrix is converted to the model's dtype for each product.
+        kept: parts of the names of modules that are not quantised; embeddings and ``lm_head`` never are.
+    """
+
+    name: str
+    bits: float
+    unpacks: bool
+    kept: tuple[str, ...] = ()
+
+    def keeps(self, module: str) -> bool:
+        """Whether the module of this name is not quantised."""
+        return any(part in module for part in self.kept)
+
+
+# Groups of 128 weights share a 16-bit scale and a zero point of 4 bits, as in GPTQ and AWQ files.
+_GROUP = 128
+FORMATS = {
+    "float8": WeightFormat("float8", 8, unpacks=False),
+    "int8": WeightFormat("int8", 8, unpacks=True),
+    "int4": WeightFormat("int4", 4 + (16 + 4) / _GROUP, unpacks=True),
+}
+NAMES: Collection[str] = ("auto", "none", *FORMATS)
+
+
+def weight_format(name: str, config: Mapping[str, Any], where: str) -> WeightFormat | None:
+    """Return the format that ``name`` means for a model; None if nothing is quantised.
+
+    Args:
+        name: one of ``NAMES``; "auto" reads the ``quantization_config`` of the model.
+        config: the model's config.json.
+        where: its name in messages.
+
+    Raises:
+        ValueError: for an unknown name, or a ``quantization_config`` of an unknown method.
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    if name not in NAMES:
+        raise ValueError(f"quantisation={name!r} is not known; expected {', '.join(NAMES)}")
+    fields = Fields(config, where).section("quantization_config")
+    return _recorded(fields) if name == "auto" and fields.values else None
+
+
+def _recorded(config: Fields) -> WeightFormat:
+    """The format that a ``quantization_config`` describes."""
+    method = config.text("quant_method") or "bitsandbytes"
+    kept = tuple(
+        each
+        for name in ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
+        for each in config.texts(name)
+    )
+    if method in ("gptq", "awq"):
+        bits = config.integer("bits", 4, low=2, high=8)
+        group = config.values.get("group_size")
+        scales = (16 + bits) / group if isinstance(group, int) and group > 0 else 0.0
+        return WeightFormat(method, bits + scales, True, kept)
+    if method == "bitsandbytes" and config.flag("load_in_4bit", False):
+        # Blocks of 64 weights share a float32 scale. Double quantisation stores scales in 8 bits, with a
+        # float32 scale for 256 of them (Dettmers et al. 2023, section 3).
+        doubled = config.flag("bnb_4bit_use_double_quant", False)
+        scales = (8 + 32 / 256) / 64 if doubled else 32 / 64
+        return WeightFormat("bitsandbytes, 4 bits", 4 + scales, True, kept)
+    if method == "bitsandbytes" and config.flag("load_in_8bit", False):
+        return WeightFormat("bitsandbytes, 8 bits", 8, True, kept)
+    if method in ("fp8", "fbgemm_fp8"):
+        return WeightFormat(method, 8, False, kept)
+    if method == "mxfp4":  # blocks of 32 weights share a scale of 8 bits
+        return WeightFormat(method, 4 + 8 / 32, False, kept)
+    raise ValueError(
+        f"{config.where}: quant_method is {shown(method)}, whose size is not known; pass quantisation= one "
+        f"of {', '.join(FORMATS)}, or 'none' for the size without it"
+    )

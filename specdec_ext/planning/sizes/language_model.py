@@ -1,0 +1,232 @@
+"""``LanguageModel``: the memory of a language model, from its config alone.
+
+The model is built on the meta device, where tensors have shapes but no data. Its parameters are counted, and
+its passes are run to see what they write to the cache and what they need besides. So every architecture that
+transformers knows is planned by its own code, not by formulas.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import astuple, dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specdec_ext.models import Support, supports
+from specdec_ext.models.cache.slot_cache import SlotCache
+from specdec_ext.models.compat import cache_argument
+from specdec_ext.planning.sizes.configs import ConfigFile
+from specdec_ext.planning.sizes.formats import WeightFormat, weight_format
+from specdec_ext.planning.sizes.live_bytes import LiveBytes
+from specdec_ext.pretrained import vocab_size
+
+META = torch.device("meta")
+# A published config without a dtype is assumed to be one of weights in this type.
+USUAL_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the weights of a model.
+
+    Attributes:
+        embedding: of the input embedding.
+        lm_head: of the output matrix; 0 if it is the embedding.
+        rest: of everything else.
+        unpacked: of the largest matrix in the model's dtype, if matrices are unpacked for a product; else 0.
+        parameters: number of parameters.
+    """
+
+    embedding: int
+    lm_head: int
+    rest: int
+    unpacked: int
+    parameters: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.lm_head + self.rest
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes that a pass needs beside the weights.
+
+    Attributes:
+        slots: keys and values of the pass.
+        states: recurrent states of all rows.
+        logits: of the output.
+        work: everything else that is alive at the same time, at most.
+    """
+
+    slots: int
+    states: int
+    logits: int
+    work: int
+
+
+class LanguageModel:
+    """A causal language model without weights.
+
+    Args:
+        config: its config.
+        dtype: dtype of weights and activations.
+        quantised: format of its matrices; None if they are in ``dtype``.
+        source: its name in messages.
+
+    Raises:
+        ValueError: for an architecture whose memory can't be planned; the message has the reason.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        quantised: WeightFormat | None = None,
+        source: str = "the model",
+    ):
+        self.source, self.dtype, self.quantised = source, dtype, quantised
+        self._config = config
+        self._model = _on_meta(config, dtype, source)
+        self.config: Any = self._model.config.get_text_config(decoder=True)
+        self.support: Support = supports(self._model)
+        if not self.support.by_slots:
+            raise ValueError(
+                f"the memory of {source} can't be planned, because transformers lays out its cache: "
+                f"{'; '.join(self.support.reasons)}"
+            )
+        self.run = lru_cache(maxsize=None)(self._run)
+
+    @classmethod
+    def of(cls, file: ConfigFile, dtype: torch.dtype | str, quantisation: str) -> LanguageModel:
+        """The model of a config.json.
+
+        Args:
+            file: the config.
+            dtype: dtype of weights and activations; "auto" for that of the config.
+            quantisation: one of ``formats.NAMES``.
+        """
+        try:
+            config = AutoConfig.from_pretrained(file.path)
+        except Exception as error:  # transformers raises many types for unknown configs
+            raise ValueError(
+                f"{file.source}: transformers can't read its config: {error}"
+            ) from error
+        if not isinstance(dtype, torch.dtype):
+            if dtype != "auto":
+                raise ValueError(f"dtype is {dtype!r}; expected a torch.dtype, or 'auto'")
+            recorded = getattr(config.get_text_config(decoder=True), "dtype", None)
+            dtype = recorded if isinstance(recorded, torch.dtype) else USUAL_DTYPE
+        quantised = weight_format(quantisation, file.values, file.source)
+        return cls(config, dtype, quantised, file.source)
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self._model)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The number of positions that the model was made for, if its config tells."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Bytes of the weights; a shared weight counts once."""
+        ends = [self._model.get_input_embeddings(), self._model.get_output_embeddings()]
+        embedding, lm_head = (getattr(module, "weight", None) for module in ends)
+        counted: dict[int, int] = {}
+        largest = parameters = 0
+        for name, module in self._model.named_modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is None or id(tensor) in counted:
+                    continue
+                counted[id(tensor)] = tensor.nbytes
+                parameters += isinstance(tensor, nn.Parameter) * tensor.numel()
+                if self._quantises(name, module, tensor) and tensor is not lm_head:
+                    assert self.quantised is not None
+                    counted[id(tensor)] = round(tensor.numel() * self.quantised.bits / 8)
+                    largest = max(largest, tensor[0].nbytes if tensor.ndim > 2 else tensor.nbytes)
+        of_embedding = counted.get(id(embedding), 0)
+        of_lm_head = 0 if lm_head is embedding else counted.get(id(lm_head), 0)
+        unpacks = self.quantised is not None and self.quantised.unpacks
+        rest = sum(counted.values()) - of_embedding - of_lm_head
+        return Weights(of_embedding, of_lm_head, rest, largest * unpacks, parameters)
+
+    def _quantises(self, name: str, module: nn.Module, tensor: torch.Tensor) -> bool:
+        if self.quantised is None or not isinstance(tensor, nn.Parameter) or tensor.ndim < 2:
+            return False
+        return not isinstance(module, nn.Embedding) and not self.quantised.keeps(name)
+
+    def _run(self, rows: int, tokens: int, whole: bool = False) -> PassBytes:
+        """Run a pass from an empty cache; results are kept.
+
+        Args:
+            rows: number of rows.
+            tokens: number of tokens of each row.
+            whole: whether the logits of all tokens are needed, not only those of the last one.
+
+        Raises:
+            ValueError: if the values of tensors, which the meta device does not have, decide the pass.
+        """
+        parameters = inspect.signature(self._model.forward).parameters
+        cache = SlotCache(None, self.config)
+        cache.reserve(tokens, 0)
+        arguments: dict[str, Any] = {cache_argument(parameters) or "": cache.cache}
+        if "logits_to_keep" in parameters:
+            arguments["logits_to_keep"] = 0 if whole else 1
+        ids = torch.zeros(rows, tokens, dtype=torch.long, device=META)
+        known = [*self._model.parameters(), *self._model.buffers(), ids]
+        try:
+            with torch.inference_mode(), META, LiveBytes(known) as live:
+                output = self._model(input_ids=ids, use_cache=True, **arguments)
+        except (RuntimeError, NotImplementedError) as error:
+            if self.dtype != USUAL_DTYPE:
+                return self._scaled(rows, tokens, whole)
+            raise ValueError(
+                f"the memory of {self.source} can't be planned, because its passes depend on the values of "
+                f"tensors: {str(error).partition(chr(10))[0]}"
+            ) from error
+        cache.take_layers()
+        slots = sum(buffer.nbytes for buffer in cache.buffers(rows))
+        states, logits = cache.states.num_bytes, output.logits.nbytes
+        work = live.peak - slots - states - logits
+        return PassBytes(slots, states, logits, max(0, work) + self.weights.unpacked)
+
+    def _scaled(self, rows: int, tokens: int, whole: bool) -> PassBytes:
+        """A pass in bfloat16, scaled: the meta device knows the products of experts only in that type."""
+        scale = self.dtype.itemsize / USUAL_DTYPE.itemsize
+        other = LanguageModel(self._config, USUAL_DTYPE, self.quantised, self.source)
+        return PassBytes(*(round(scale * each) for each in astuple(other.run(rows, tokens, whole))))
+
+    def slots(self, rows: int, slots: int) -> int:
+        """Bytes of the keys and values of ``slots`` slots in each of ``rows`` rows."""
+        return rows * slots * self.bytes_per_slot
+
+    @cached_property
+    def bytes_per_slot(self) -> int:
+        """Bytes of the keys and values of one token, in all layers."""
+        tokens = 8
+        return self.run(1, tokens).slots // tokens
+
+    def states(self, rows: int) -> int:
+        """Bytes of the recurrent states of ``rows`` rows, with the copies for rejected drafts."""
+        return 2 * rows * self.run(1, 8).states
+
+
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype, source: str) -> PreTrainedModel:
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # the model is built as it is before it is quantised
+    build: Any = AutoModelForCausalLM.from_config
+    try:
+        with META:
+            model: PreTrainedModel = build(config, dtype=dtype)
+    except Exception as error:  # transformers raises many types for configs that it can't build
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{source} is no causal language model of transformers: {first}"
+        ) from error
+    return model.eval()
