@@ -50,7 +50,7 @@ def test_texts_of_64_requests_to_the_bundled_pair(dtype):
     check_texts(model, make, calls, max_rows=8, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead"])
+@pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead", "draft model", "mtp"])
 def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
     """After the same text, a joined row is drafted for as a call of its own is."""
     model, drafter = tiny_model("llama"), DRAFTERS[name]()

@@ -84,7 +84,7 @@ def check_session(model, newcomers) -> None:
             torch.testing.assert_close(this, that, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["head", "p-eagle", "medusa", "ngram"])
+@pytest.mark.parametrize("name", ["head", "p-eagle", "medusa", "ngram", "mtp", "draft model"])
 def test_drafts_are_those_of_whole_prompts(name, newcomers):
     model, drafts = tiny_model("llama"), []
     for kept in (1000, 0):
