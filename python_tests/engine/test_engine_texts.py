@@ -6,9 +6,20 @@ import pytest
 import torch
 from helpers.checks.engine_texts import SAMPLING, alone, check_texts, random_calls
 from helpers.drafters.every_drafter import DRAFTERS
+from helpers.drafters.mtp_cases import llama_heads, mtp_model, mtp_target
 from helpers.models.tiny import tiny_model
 
-from specdec_ext import CombinedDrafter, HeadDrafter, NgramDrafter, assets
+from specdec_ext import (
+    CombinedDrafter,
+    DraftModelDrafter,
+    HeadDrafter,
+    MtpDrafter,
+    MtpHeads,
+    NgramDrafter,
+    TreeConfig,
+    assets,
+)
+from specdec_ext.drafters import draft_cache
 from specdec_ext.engine import Engine, engine
 from specdec_ext.engine import loop as engine_loop
 
@@ -17,11 +28,15 @@ JOINABLE = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", JOINABLE)
-def test_texts_with_every_drafter(name, monkeypatch):
+def test_texts_with_every_drafter(name, dtype, monkeypatch):
     monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)  # most prompts are read in several steps
-    model = tiny_model("llama")
-    decoder = check_texts(model, DRAFTERS[name], random_calls(24, 30), max_rows=5)
+    monkeypatch.setattr(draft_cache, "BLOCK_TOKENS", 8)
+    model, make = tiny_model("llama", dtype=dtype), DRAFTERS[name]
+    if name == "mtp":  # the heads of a model belong to it alone
+        make = lambda: MtpDrafter(llama_heads(model))  # noqa: E731
+    decoder = check_texts(model, make, random_calls(24, 30), max_rows=5)
     stats = decoder.stats()
     assert stats.emitted_tokens > 150
     assert (stats.drafts > 0) == (name != "none")
@@ -52,7 +67,7 @@ def test_texts_of_64_requests_to_the_bundled_pair(dtype):
 
 @pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead", "draft model", "mtp"])
 def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
-    """After the same text, a joined row is drafted for as a call of its own is."""
+    """After the same text, a joined row is drafted for as a call of its own is, with its own noise."""
     model, drafter = tiny_model("llama"), DRAFTERS[name]()
     propose, drafts = drafter.propose, {}
 
@@ -63,7 +78,10 @@ def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
         return tree
 
     drafter.propose = noted
-    calls = [(ids, dict(max_new_tokens=12)) for ids, _ in random_calls(8, 20, seed=5)]
+    calls = []
+    for number, (ids, _) in enumerate(random_calls(8, 20, seed=5)):
+        sampling = dict(do_sample=True, temperature=0.7, seed=number) if number % 2 else {}
+        calls.append((ids, dict(max_new_tokens=12, **sampling)))
     with Engine(model, drafter=drafter, max_rows=2, speculation="fixed") as decoder:
         for handle in [decoder.submit(ids, **arguments) for ids, arguments in calls]:
             handle.result(60)
@@ -75,6 +93,55 @@ def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
     for text in common:
         for one, other in zip(shared[text], drafts[text], strict=False):
             assert one == other
+
+
+@pytest.mark.parametrize("block", [4, 256], ids=["in parts", "at once"])
+def test_a_draft_model_that_is_the_target_is_always_right(block, monkeypatch):
+    """Also for rows that have joined: it has read their text, and draws with their noise and filters."""
+    monkeypatch.setattr(draft_cache, "BLOCK_TOKENS", block)
+    model, calls = tiny_model("llama"), []
+    for number, (ids, _) in enumerate(random_calls(24, 30, seed=3)):
+        sampling = SAMPLING[number % len(SAMPLING)]
+        seed = dict(seed=number) if sampling else {}
+        calls.append(
+            (ids, dict(max_new_tokens=random.Random(number).randrange(2, 40)) | sampling | seed)
+        )
+    make = lambda: DraftModelDrafter(model)  # noqa: E731
+    decoder = check_texts(model, make, calls, max_rows=5, speculation="fixed")
+    stats = decoder.stats()
+    assert stats.accepted_per_position == stats.proposed_per_position
+    assert stats.accepted_tokens > 150
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-3", "mellum-1"])
+def test_texts_with_several_mtp_layers_and_short_prompts(name):
+    """A prompt of one token is too short for three layers."""
+    model = mtp_target(name)
+    heads = MtpHeads(model, mtp_model(model))
+    calls = [
+        (ids[: number % 4 + 1] if number % 2 else ids, arguments)
+        for number, (ids, arguments) in enumerate(random_calls(20, 24, seed=4))
+    ]
+    make = lambda: MtpDrafter(heads, TreeConfig(depth=4, top_k=2, num_nodes=7))  # noqa: E731
+    stats = check_texts(model, make, calls, max_rows=4, speculation="fixed").stats()
+    assert stats.accepted_tokens > 20
+
+
+def test_rows_beyond_the_positions_of_a_draft_model_go_on_without_drafts():
+    """The draft model has 32 positions. Those of a long text do not end the drafts of others."""
+    model, drafter = tiny_model("gpt2"), DraftModelDrafter(tiny_model("gpt2-short"))
+    lengths = [(20, 60), (50, 20), *[(4, 12)] * 6]
+    calls = [([number + 5] * length, new) for number, (length, new) in enumerate(lengths)]
+    with (
+        pytest.warns(UserWarning, match="has 32 positions"),
+        Engine(model, drafter=drafter, max_rows=3, speculation="fixed") as decoder,
+    ):
+        handles = [decoder.submit(ids, max_new_tokens=new) for ids, new in calls]
+        texts = [handle.result(60) for handle in handles]
+    for (ids, new), text in zip(calls, texts, strict=True):
+        assert text == alone(model, ids, None, max_new_tokens=new)
+    drafts = [handle.stats.drafts for handle in handles]
+    assert drafts[1] == 0 and min(drafts[0], *drafts[2:]) > 0
 
 
 def test_one_place_serves_requests_of_any_sampling():

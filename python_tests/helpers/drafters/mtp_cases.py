@@ -76,8 +76,10 @@ def mtp_model(model: PreTrainedModel, num_layers: int | None = None):
     return mtp.to(model.dtype)
 
 
-def llama_heads() -> MtpHeads:
-    return MtpHeads(tiny_model("llama"), mtp_model(tiny_model("llama"), 1))
+def llama_heads(model: PreTrainedModel | None = None) -> MtpHeads:
+    """One MTP layer of a tiny Llama, by default of that in float32."""
+    model = tiny_model("llama") if model is None else model
+    return MtpHeads(model, mtp_model(model, 1))
 
 
 def draft_head_of(model: PreTrainedModel, mtp) -> DraftHead:
