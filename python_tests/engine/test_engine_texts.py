@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.checks.engine_texts import SAMPLING, alone, check_texts, random_calls
 from helpers.drafters.every_drafter import DRAFTERS
-from helpers.drafters.mtp_cases import llama_heads, mtp_model, mtp_target
+from helpers.drafters.mtp_cases import llama_heads, mtp_model, mtp_target, needs_mtp
 from helpers.models.tiny import tiny_model
 
 from specdec_ext import (
@@ -102,7 +102,10 @@ def check_drafts(model, drafter, calls) -> None:
             assert one == other
 
 
-@pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead", "draft model", "mtp"])
+MTP = pytest.param("mtp", marks=needs_mtp)
+
+
+@pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead", "draft model", MTP])
 def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
     """They have their own text and noise."""
     calls = []
@@ -112,6 +115,7 @@ def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
     check_drafts(tiny_model("llama"), DRAFTERS[name](), calls)
 
 
+@needs_mtp
 @pytest.mark.parametrize("name", ["glm4_moe-3", "deepseek_v3-2", "mellum-1"])
 def test_rows_join_all_mtp_layers(name):
     """Beside a long text, for which all layers run. A prompt of one token is too short for several."""

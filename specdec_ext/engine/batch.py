@@ -196,11 +196,10 @@ class RequestBatch(Batch):
         together = self._together(rows)
         tokens = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
         if together:
-            scores = logits[together, None]
-            roots = DraftTree.root(tokens[together])
-            before = [positions[i] - 1 for i in together]
-            result = self._match(roots, scores, [rows[i] for i in together], before)
-            tokens[together] = result.next_token.clamp(min=0)
+            index = self.context.staging.stage(together).tensor
+            roots, before = DraftTree.root(tokens[index]), [positions[i] - 1 for i in together]
+            result = self._match(roots, logits[index, None], [rows[i] for i in together], before)
+            tokens[index] = result.next_token.clamp(min=0)
         for i in {*range(len(rows))}.difference(together):
             sampler = self.requests[rows[i]].call.sampler
             tokens[i : i + 1] = sampler.draw(logits[i : i + 1], [positions[i]], [0])

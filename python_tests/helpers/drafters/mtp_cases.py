@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from helpers.models.tiny import random_model, tiny_model
 from transformers import PreTrainedModel
@@ -12,6 +13,8 @@ from specdec_ext import MtpHeads
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models.compat import MtpModel
 from specdec_ext.training.start import new_head
+
+needs_mtp = pytest.mark.skipif(MtpModel is None, reason="transformers has no MtpModel before 5.23")
 
 _EXPERTS = dict(
     n_routed_experts=4,
