@@ -12,7 +12,7 @@ from helpers.models.tiny import generated, prompts, tiny_model, wrong
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, DraftTree
-from specdec_ext.drafters import draft_model
+from specdec_ext.drafters import draft_cache
 
 LENGTHS = (12, 3, 9, 5)
 
@@ -85,7 +85,7 @@ def test_drafts_continue_the_text_after_any_verified_tree(drafter, draft_model):
 
 def test_missed_tokens_are_read_in_blocks(monkeypatch):
     """Rows that are 20 and 9 tokens behind read 4 tokens at a time."""
-    monkeypatch.setattr(draft_model, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(draft_cache, "BLOCK_TOKENS", 4)
     model = tiny_model("llama")
     expected = greedy(model, None, max_new_tokens=40).sequences
     answers = generated(expected, max(LENGTHS))
@@ -107,17 +107,20 @@ def test_missed_tokens_are_read_in_blocks(monkeypatch):
 
 
 def test_drafts_end_at_the_last_position_of_the_draft_model():
-    """Rejected drafts use no positions: with 32 of them the last draft is of the 32nd token."""
-    roots_of_drafts = []
+    """Rejected drafts use no positions: with 32 of them the last draft of each row is of its 32nd token."""
+    last_roots = {}
 
     class Watched(DraftModelDrafter):
         def propose(self, context):
             tree = super().propose(context)
-            if tree.num_nodes > 1:
-                roots_of_drafts.append(max(context.root_positions))
+            for row, root, depths in zip(
+                context.rows, context.root_positions, tree.depths, strict=True
+            ):
+                if max(depths) > 0:
+                    last_roots[row] = root
             return tree
 
     drafter = Watched(tiny_model("gpt2-short"))
     with pytest.warns(UserWarning, match="has 32 positions, and the text is longer"):
         greedy(tiny_model("gpt2"), drafter, max_new_tokens=40, speculation="fixed")
-    assert roots_of_drafts[-1] == 30
+    assert last_roots == dict.fromkeys(range(len(LENGTHS)), 30)

@@ -12,6 +12,7 @@ import functools
 
 import pytest
 import torch
+from helpers.checks.engine_texts import check_texts, random_calls
 from helpers.models.tiny import VOCAB, generated, prompts, tiny_model
 from helpers.ops.op_cases import generator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -177,6 +178,20 @@ def test_translated_draft_model_is_as_good_as_the_original(kwargs):
     assert torch.equal(out.sequences, expected) and out.speculation_stats.acceptance_rate == 1.0
     out = run(DraftModelDrafter(permuted_model()), **kwargs)  # without translation
     assert torch.equal(out.sequences, expected) and out.speculation_stats.acceptance_rate < 0.1
+
+
+@pytest.mark.parametrize(
+    "missing", [frozenset(), frozenset(MISSING)], ids=["same words", "fewer words"]
+)
+def test_requests_of_an_engine_share_a_translated_draft_model(missing):
+    calls = [
+        (ids, dict(max_new_tokens=20, do_sample=True, seed=number, temperature=0.9))
+        for number, (ids, _) in enumerate(random_calls(10, 20))
+    ]
+    make = lambda: drafter(missing)  # noqa: E731
+    stats = check_texts(tiny_model("llama"), make, calls, max_rows=3, speculation="fixed").stats()
+    rate = stats.acceptance_rate
+    assert 0.05 < rate < 1 if missing else rate == 1
 
 
 class Checked(DraftModelDrafter):

@@ -286,7 +286,7 @@ def test_shutdown_without_draining_cancels(model):
 
 def test_refusals(model):
     with pytest.raises(ValueError, match=r"DraftModelDrafter can't serve requests that join"):
-        Engine(model, drafter=DRAFTERS["draft model"]())
+        Engine(model, drafter=DRAFTERS["draft model, sampled"]())
     with pytest.raises(ValueError, match=r"max_rows must be at least 1, got 0"):
         Engine(model, max_rows=0)
     with pytest.raises(

@@ -6,9 +6,20 @@ import pytest
 import torch
 from helpers.checks.engine_texts import SAMPLING, alone, check_texts, random_calls
 from helpers.drafters.every_drafter import DRAFTERS
+from helpers.drafters.mtp_cases import llama_heads, mtp_model, mtp_target, needs_mtp
 from helpers.models.tiny import tiny_model
 
-from specdec_ext import CombinedDrafter, HeadDrafter, NgramDrafter, assets
+from specdec_ext import (
+    CombinedDrafter,
+    DraftModelDrafter,
+    HeadDrafter,
+    MtpDrafter,
+    MtpHeads,
+    NgramDrafter,
+    TreeConfig,
+    assets,
+)
+from specdec_ext.drafters import draft_cache
 from specdec_ext.engine import Engine, engine
 from specdec_ext.engine import loop as engine_loop
 
@@ -17,11 +28,15 @@ JOINABLE = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", JOINABLE)
-def test_texts_with_every_drafter(name, monkeypatch):
+def test_texts_with_every_drafter(name, dtype, monkeypatch):
     monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)  # most prompts are read in several steps
-    model = tiny_model("llama")
-    decoder = check_texts(model, DRAFTERS[name], random_calls(24, 30), max_rows=5)
+    monkeypatch.setattr(draft_cache, "BLOCK_TOKENS", 8)
+    model, make = tiny_model("llama", dtype=dtype), DRAFTERS[name]
+    if name == "mtp":  # the heads of a model belong to it alone
+        make = lambda: MtpDrafter(llama_heads(model))  # noqa: E731
+    decoder = check_texts(model, make, random_calls(24, 30), max_rows=5)
     stats = decoder.stats()
     assert stats.emitted_tokens > 150
     assert (stats.drafts > 0) == (name != "none")
@@ -50,31 +65,107 @@ def test_texts_of_64_requests_to_the_bundled_pair(dtype):
     check_texts(model, make, calls, max_rows=8, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead"])
-def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
-    """After the same text, a joined row is drafted for as a call of its own is."""
-    model, drafter = tiny_model("llama"), DRAFTERS[name]()
-    propose, drafts = drafter.propose, {}
+def drafts_of(drafter, decode) -> dict[tuple[int, ...], list[int]]:
+    """The draft of a drafter after each text for which ``decode`` has it draft."""
+    propose, drafts = type(drafter).propose, {}
 
     def noted(context):
-        tree = propose(context)
-        for row, tokens in zip(context.rows, tree.token_lists, strict=True):
-            drafts[tuple(context.text(row))] = tokens
+        tree = propose(drafter, context)
+        for row, tokens, depths in zip(context.rows, tree.token_lists, tree.depths, strict=True):
+            if max(depths) > 0:
+                drafts[tuple(context.text(row))] = tokens
         return tree
 
     drafter.propose = noted
-    calls = [(ids, dict(max_new_tokens=12)) for ids, _ in random_calls(8, 20, seed=5)]
-    with Engine(model, drafter=drafter, max_rows=2, speculation="fixed") as decoder:
-        for handle in [decoder.submit(ids, **arguments) for ids, arguments in calls]:
-            handle.result(60)
-    shared, drafts = drafts, {}
-    for ids, arguments in calls:
-        alone(model, ids, drafter, speculation="fixed", **arguments)
+    decode()
+    del drafter.propose
+    return drafts
+
+
+def check_drafts(model, drafter, calls) -> None:
+    """After the same text, a joined row is drafted for as a call of its own is."""
+
+    def together():
+        with Engine(model, drafter=drafter, max_rows=2, speculation="fixed") as decoder:
+            for handle in [decoder.submit(ids, **arguments) for ids, arguments in calls]:
+                handle.result(60)
+
+    def one_by_one():
+        for ids, arguments in calls:
+            alone(model, ids, drafter, speculation="fixed", **arguments)
+
+    shared, drafts = drafts_of(drafter, together), drafts_of(drafter, one_by_one)
     common = shared.keys() & drafts.keys()
-    assert len(common) > 20
+    assert len(common) > 10
     for text in common:
         for one, other in zip(shared[text], drafts[text], strict=False):
             assert one == other
+
+
+MTP = pytest.param("mtp", marks=needs_mtp)
+
+
+@pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead", "draft model", MTP])
+def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
+    """They have their own text and noise."""
+    calls = []
+    for number, (ids, _) in enumerate(random_calls(8, 20, seed=5)):
+        sampling = dict(do_sample=True, temperature=3.0, seed=number) if number % 2 else {}
+        calls.append((ids, dict(max_new_tokens=12, **sampling)))
+    check_drafts(tiny_model("llama"), DRAFTERS[name](), calls)
+
+
+@needs_mtp
+@pytest.mark.parametrize("name", ["glm4_moe-3", "deepseek_v3-2", "mellum-1"])
+def test_rows_join_all_mtp_layers(name):
+    """Beside a long text, for which all layers run. A prompt of one token is too short for several."""
+    model = mtp_target(name)
+    drafter = MtpDrafter(MtpHeads(model, mtp_model(model)), TreeConfig(depth=4))
+    rng = random.Random(4)
+    calls = [
+        ([rng.randrange(1, 90) for _ in range(length)], dict(max_new_tokens=new))
+        for length, new in [(20, 100), (9, 12), *((each, 12) for each in (1, 2, 3, 4, 12, 1))]
+    ]
+    check_drafts(model, drafter, calls)
+    check_texts(model, lambda: drafter, calls, max_rows=4, speculation="fixed")
+
+
+@pytest.mark.parametrize("block", [4, 256], ids=["in parts", "at once"])
+def test_a_draft_model_that_is_the_target_is_always_right(block, monkeypatch):
+    """Also for rows that have joined: it has read their text, and draws with their noise and filters."""
+    monkeypatch.setattr(draft_cache, "BLOCK_TOKENS", block)
+    model, calls = tiny_model("llama"), []
+    for number, (ids, _) in enumerate(random_calls(24, 30, seed=3)):
+        sampling = SAMPLING[number % len(SAMPLING)]
+        seed = dict(seed=number) if sampling else {}
+        calls.append(
+            (ids, dict(max_new_tokens=random.Random(number).randrange(2, 40)) | sampling | seed)
+        )
+    make = lambda: DraftModelDrafter(model)  # noqa: E731
+    decoder = check_texts(model, make, calls, max_rows=5, speculation="fixed")
+    stats = decoder.stats()
+    assert stats.accepted_per_position == stats.proposed_per_position
+    assert stats.accepted_tokens > 150
+
+
+def test_rows_beyond_the_positions_of_a_draft_model_go_on_without_drafts():
+    """The draft model has 32 positions. Those of a long text do not end the drafts of others."""
+    model, drafter = tiny_model("gpt2"), DraftModelDrafter(tiny_model("gpt2-short"))
+    calls = [
+        ([number + 5] * length, new)
+        for number, (length, new) in enumerate([(20, 60), (50, 20), (4, 24)])
+    ]
+    with (
+        pytest.warns(UserWarning, match="has 32 positions"),
+        Engine(model, drafter=drafter, max_rows=3, speculation="fixed") as decoder,
+    ):
+        handles = [decoder.submit(ids, max_new_tokens=new) for ids, new in calls]
+        texts = [handle.result(60) for handle in handles]
+    for (ids, new), text in zip(calls, texts, strict=True):
+        assert text == alone(model, ids, None, max_new_tokens=new)
+    longer, longest, short = (handle.stats for handle in handles)
+    assert 0 < longer.drafts <= 32 - 20 and longest.drafts == 0
+    assert short.drafts > short.steps - 4  # the last token needs none
 
 
 def test_one_place_serves_requests_of_any_sampling():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.drafters.every_drafter import DRAFTERS
+from helpers.drafters.mtp_cases import needs_mtp
 from helpers.models import zoo
 from helpers.models.tiny import VOCAB, tiny_model
 from helpers.versions import since
@@ -84,7 +85,10 @@ def check_session(model, newcomers) -> None:
             torch.testing.assert_close(this, that, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["head", "p-eagle", "medusa", "ngram"])
+@pytest.mark.parametrize(
+    "name",
+    ["head", "p-eagle", "medusa", "ngram", pytest.param("mtp", marks=needs_mtp), "draft model"],
+)
 def test_drafts_are_those_of_whole_prompts(name, newcomers):
     model, drafts = tiny_model("llama"), []
     for kept in (1000, 0):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from helpers.command_line import run, words
@@ -29,6 +30,7 @@ from helpers.serving import (
     until,
 )
 
+from specdec_ext import assets
 from specdec_ext.engine import Engine
 from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.serve.app import create_app
@@ -110,8 +112,8 @@ def test_a_client_that_leaves_before_its_turn_never_runs(server):
 # --- signals ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def process(tmp_path):
+@contextmanager
+def serve_command(tmp_path, *options: str):
     """A real server: (process, its address, a function that returns the log)."""
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
@@ -120,7 +122,7 @@ def process(tmp_path):
     command += ["--dtype", "float32", "--chat-template", str(template), "--log-format", "json"]
     with log.open("w") as file:
         started = subprocess.Popen(
-            [*command, "--served-model-name", MODEL], stderr=file, env={**os.environ}
+            [*command, *options, "--served-model-name", MODEL], stderr=file, env={**os.environ}
         )
     try:
         until(lambda: '"serving"' in log.read_text() or started.poll() is not None, 120)
@@ -133,11 +135,21 @@ def process(tmp_path):
         started.wait()
 
 
+@pytest.fixture
+def process(tmp_path):
+    with serve_command(tmp_path) as running:
+        yield running
+
+
 def _answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/models").status_code == 200
     except httpx.TransportError:
         return False
+
+
+# The arguments of the streams.
+STREAMED = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=60)
 
 
 async def _streams(url: str, count: int, on_first) -> list[str]:
@@ -161,14 +173,24 @@ async def _streams(url: str, count: int, on_first) -> list[str]:
 def test_sigterm_under_load_finishes_every_stream(process):
     started, url, log = process
     texts = asyncio.run(_streams(url, 6, lambda: started.send_signal(signal.SIGTERM)))
-    sampled = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=60)
-    assert texts == [text_alone(PROMPT, seed=seed, **sampled) for seed in range(6)]
+    assert texts == [text_alone(PROMPT, seed=seed, **STREAMED) for seed in range(6)]
     assert started.wait(60) == 0
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/models")
     lines = [json.loads(line) for line in log().splitlines()]
     assert sum(line["message"] == "request" for line in lines) == 6
     assert lines[-1]["message"].startswith("ended")
+
+
+def test_requests_share_the_passes_of_a_draft_model(tmp_path):
+    folder = str(assets.FOLDER / "tiny-python-draft")
+    with serve_command(tmp_path, "--drafter", folder, "--speculation", "fixed") as (_, url, log):
+        texts = asyncio.run(_streams(url, 6, lambda: None))
+        state = httpx.get(url.replace("/v1", "/state")).json()
+    assert texts == [text_alone(PROMPT, seed=seed, **STREAMED) for seed in range(6)]
+    assert (state["drafter"], state["max_rows"]) == ("DraftModelDrafter", 16)
+    assert state["accepted_tokens"] > 0
+    assert "one after another" not in log()
 
 
 def test_a_second_signal_ends_at_once(process):

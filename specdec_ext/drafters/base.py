@@ -110,7 +110,7 @@ class Drafter:
         Each takes the number of a row that has ended or never began. Called only if ``joinable``.
 
         Args:
-            context: the text, in which these rows are active.
+            context: the text, in which these rows are the last active ones.
             rows: their numbers.
             output: the target's output for their prompts, without padding and in the order of ``rows``.
         """

@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.draft_cache import DraftCache, check_support
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
-from specdec_ext.models import TargetOutput, make_target, supports
-from specdec_ext.models.passes.prompt import left_padded
-from specdec_ext.models.slots import SlotTarget
-from specdec_ext.models.support import Support
+from specdec_ext.models import TargetOutput, supports
 from specdec_ext.pretrained import vocab_size
 from specdec_ext.tree.config import Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
@@ -31,11 +29,6 @@ from specdec_ext.verify.sampler import Accepted
 
 # Length of a chain if the caller does not choose one.
 DEFAULT_DRAFT_TOKENS = 4
-# Largest number of tokens that the draft model reads in one pass after the prompt.
-BLOCK_TOKENS = 256
-# Largest number of tokens of a pass for which the row-invariant matrix product is used, which is faster for
-# few tokens. Losslessness does not depend on how drafts are rounded.
-INVARIANT_ROWS = 128
 
 # What is known about draft models from earlier calls, because a call may make its own drafter: the attention
 # implementation with which a model was found to be supported, and its number of parameters.
@@ -46,8 +39,8 @@ _sizes: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 class DraftModelDrafter(Drafter):
     """Drafts a chain with a Hugging Face causal language model.
 
-    When a row reaches the draft model's ``max_position_embeddings``, the call continues without drafts, with
-    a warning.
+    A row that has reached the draft model's ``max_position_embeddings`` continues without drafts, with a
+    warning. Rows may join a running batch, unless ``sampled``.
 
     Args:
         model: the draft model.
@@ -99,6 +92,7 @@ class DraftModelDrafter(Drafter):
             tuple[int, ...], Vocabulary
         ] = {}  # by sizes of target and draft model
         self.sampled, self.min_confidence = sampled, min_confidence
+        self.joinable = not sampled  # an engine verifies by the match rule
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         if model.device != self.model.device:
@@ -106,28 +100,59 @@ class DraftModelDrafter(Drafter):
                 f"the draft model is on {self.model.device}, the target on {model.device}; move one of them "
                 "to the device of the other"
             )
-        self._num_logits = output.logits.shape[-1]
-        self._vocabulary = self._match_vocabularies(model)
-        # A prompt of embeddings has no text, so the draft model begins with an arbitrary token.
-        texts = [self._vocabulary.read(context.prompt(row) or [0]) for row in context.rows]
-        width = max(map(len, texts))
-        growth = (context.max_length - context.prompt_columns) * self._vocabulary.expansion
         if _checked.get(self.model) != self.model.config._attn_implementation:
-            _check_support(self.model, supports(self.model))
+            check_support(self.model, supports(self.model))
             _checked[self.model] = self.model.config._attn_implementation
-        self._max_slots = width + growth + self.num_draft_tokens
+        self._target_size = vocab_size(model)
+        self._take_vocabulary(output)
         config = self.model.config.get_text_config(decoder=True)
         self._max_positions = getattr(config, "max_position_embeddings", None)
         self._warned = False
-        self._rows = list(context.rows)
-        self._layout = list(context.rows)
-        # For each row, the number of tokens in the draft cache, and the number of generated tokens of the
-        # target that they represent.
-        self._lengths = dict(zip(context.rows, map(len, texts), strict=True))
-        self._cached = {row: 0 for row in context.rows}
-        self._drafts: list[list[int]] = []  # of the current step, per active row
-        self._in_room = self._room(self._pending(context)) > 0
-        self._unread = texts  # the prompts, which are read before the first draft
+        # For each row, the number of generated tokens of the target that are in the draft cache.
+        self._cached: dict[int, int] = {}
+        self._drafts: list[list[int]] = []  # of the current step, per row of the draft cache
+        # The prompts, which are read before the first draft.
+        self._unread = self._prompts(context, context.rows)
+        expansion = self._vocabulary.expansion
+        width = max(map(len, self._unread.values()), default=0)
+        growth = (context.max_length - context.prompt_columns) * expansion
+        max_slots = width + growth + self.num_draft_tokens
+        self._cache = DraftCache(self.model, max_slots, len(context.generated))
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        self._take_vocabulary(output)
+        self._begin()
+        self._cache.drop(rows)  # what earlier rows with these numbers have left
+        for row, text in self._prompts(context, rows).items():
+            self._cache.join(row, text)
+
+    def _take_vocabulary(self, output: TargetOutput) -> None:
+        """Compare the vocabularies, if none of these sizes were compared before."""
+        self._num_logits = output.logits.shape[-1]
+        # Drafted tokens must be valid as input and as output of the target.
+        sizes = min(self._target_size, self._num_logits), vocab_size(self.model)
+        if sizes not in self._vocabularies:
+            self._vocabularies[sizes] = match_vocabularies(
+                *sizes, *self._tokenizers, self.model.device
+            )
+        self._vocabulary = self._vocabularies[sizes]
+
+    def _prompts(self, context: Context, rows: Sequence[int]) -> dict[int, list[int]]:
+        """The prompts of rows that begin, as the draft model reads them, without those that leave no room."""
+        texts = {}
+        for row in rows:
+            self._cached[row] = 0
+            # A prompt of embeddings has no text, so the draft model begins with an arbitrary token.
+            text = self._vocabulary.read(context.prompt(row) or [0])
+            if self._room(len(text) + len(self._pending(context, row))) > 0:
+                texts[row] = text
+        return texts
+
+    def _begin(self) -> None:
+        """Read the prompts of the rows that have begun together."""
+        if self._unread:
+            self._cache.begin(self._unread)
+            self._unread = {}
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [TreeConfig(depth=depth) for depth in range(1, self.num_draft_tokens + 1)]
@@ -145,28 +170,15 @@ class DraftModelDrafter(Drafter):
             self.sampled,
         )
 
-    def _match_vocabularies(self, target: PreTrainedModel) -> Vocabulary:
-        # Drafted tokens must be valid as input and as output of the target.
-        sizes = min(vocab_size(target), self._num_logits), vocab_size(self.model)
-        if sizes not in self._vocabularies:
-            self._vocabularies[sizes] = match_vocabularies(
-                *sizes, *self._tokenizers, self.model.device
-            )
-        return self._vocabularies[sizes]
+    def _pending(self, context: Context, row: int) -> list[int]:
+        """The tokens of a row after its prompt that are not in the draft cache yet."""
+        return self._vocabulary.read(context.generated[row][self._cached[row] :])
 
-    def _pending(self, context: Context) -> list[list[int]]:
-        """The tokens of each active row that are not in the draft cache yet."""
-        new = [context.generated[row][self._cached[row] :] for row in context.rows]
-        return [self._vocabulary.read(tokens) for tokens in new]
-
-    def _room(self, pending: list[list[int]]) -> int:
-        """Number of tokens that can be drafted until the longest row uses up the model's positions."""
+    def _room(self, length: int) -> int:
+        """Number of tokens that can be drafted after a text of this length; 0 or less is warned of."""
         if self._max_positions is None:
             return self.num_draft_tokens
-        lengths = [
-            self._lengths[row] + len(new) for row, new in zip(self._rows, pending, strict=True)
-        ]
-        room = self._max_positions - max(lengths)
+        room = self._max_positions - length
         if room < 1 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -178,23 +190,19 @@ class DraftModelDrafter(Drafter):
         return room
 
     def propose(self, context: Context) -> DraftTree:
-        if not self._in_room:
+        texts = self._unread_texts(context)
+        if not texts:
             return DraftTree.root(context.roots)
-        if self._unread:
-            self._read_prompts()
-        self._follow_rows(context.rows)
-        pending = self._pending(context)
-        room = self._room(pending)
-        # Rows share a forward pass and the longest row only grows, so this does not change back.
-        self._in_room = room > 0
-        if not self._in_room:
-            return DraftTree.root(context.roots)
-        logits = self._catch_up(pending)
-        for row in context.rows:
+        cache, rows = self._cache, [*texts]
+        room = min(self._room(cache.lengths[row] + len(text)) for row, text in texts.items())
+        logits = cache.read([*texts.values()])
+        for row in rows:
             self._cached[row] = len(context.generated[row])
         # All rows draft in step, and superfluous tokens are cut later. So the draft of a row, and under rules
         # 2 to 4 its text, does not depend on other rows.
         length = min(self._asked(context), max(context.remaining) - 1, room)
+        places = [context.rows.index(row) for row in rows]
+        root_positions = [context.root_positions[place] for place in places]
         chain: list[Tensor] = []
         distributions: list[Tensor] = []
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
@@ -202,10 +210,9 @@ class DraftModelDrafter(Drafter):
         for depth in range(length):
             if depth:
                 # One token per row. Only a row with NaN can have drafted a token that becomes several.
-                read = [self._vocabulary.read([token])[-1:] for token in chain[-1].tolist()]
-                logits = self._advance(read)
+                logits = cache.read([self._vocabulary.read([x])[-1:] for x in chain[-1].tolist()])
             scores = self._vocabulary.for_target(logits)
-            tokens, probs = self._draw(context, scores, depth)
+            tokens, probs = self._draw(context, scores, depth, rows, root_positions)
             going = going & (tokens >= 0)
             counts += going
             chain.append(tokens.clamp(min=0))
@@ -222,16 +229,24 @@ class DraftModelDrafter(Drafter):
         draft_probs = torch.stack(distributions, dim=1) if distributions else None
         if draft_probs is not None and (never_read := self._num_logits - draft_probs.shape[-1]):
             draft_probs = torch.nn.functional.pad(draft_probs, (0, never_read))
+        if rows != context.rows:
+            counts, drafts = (_at(places, each, len(context.rows)) for each in (counts, drafts))
+            if draft_probs is not None:
+                draft_probs = _at(places, draft_probs, len(context.rows))
         return DraftTree.chain(context.roots, drafts, counts, draft_probs)
 
-    def _read_prompts(self) -> None:
-        target = make_target(self.model, self._max_slots)
-        _check_support(self.model, target.support)
-        assert isinstance(target, SlotTarget)
-        target.runner.invariant_rows = INVARIANT_ROWS
-        self._target = target
-        self._target.prefill(*left_padded(self._unread, self.model.device))
-        self._unread = []
+    def _unread_texts(self, context: Context) -> dict[int, list[int]]:
+        """What the draft model has not read, for each row in its cache; rows without room leave it."""
+        cache = self._cache
+        self._begin()
+        cache.follow(context.rows)
+        cache.read_prompts()
+        texts = {row: self._pending(context, row) for row in cache.rows}
+        full = [
+            row for row, text in texts.items() if self._room(cache.lengths[row] + len(text)) < 1
+        ]
+        cache.drop(full)
+        return {row: texts[row] for row in cache.rows}
 
     def _asked(self, context: Context) -> int:
         """Length of the chain that this step requests."""
@@ -245,45 +260,19 @@ class DraftModelDrafter(Drafter):
             )
         return len(shape.links)
 
-    def _draw(self, context: Context, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def _draw(
+        self,
+        context: Context,
+        logits: Tensor,
+        depth: int,
+        rows: Sequence[int],
+        root_positions: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
         """Draw the tokens below nodes at ``depth``; with ``sampled``, also return their distributions."""
         if self.sampled:
-            return context.sample(logits, depth, context.root_positions, context.rows)
-        positions = [position + depth + 1 for position in context.root_positions]
-        return context.draw(logits, positions, context.rows), None
-
-    def _catch_up(self, pending: list[list[int]]) -> Tensor:
-        """Read the tokens that were committed since the last draft; returns the logits after the last one.
-
-        Usually these are a few per row; after steps without a draft there may be many.
-        """
-        after: list[Tensor | None] = [None] * len(pending)
-        for begin in range(0, max(map(len, pending)), BLOCK_TOKENS):
-            block = [new[begin : begin + BLOCK_TOKENS] for new in pending]
-            for i, logits in enumerate(self._advance(block)):
-                after[i] = logits if block[i] else after[i]
-        return torch.stack([logits for logits in after if logits is not None])
-
-    def _advance(self, tokens: list[list[int]]) -> Tensor:
-        """Read these tokens of each row; returns ``[rows, vocab]`` logits after the last one.
-
-        The logits of a row without tokens are arbitrary.
-        """
-        width = max(map(len, tokens))
-        device = self.model.device
-        padded = torch.tensor([new + [0] * (width - len(new)) for new in tokens], device=device)
-        counts = torch.tensor([len(new) for new in tokens], device=device)
-        # A row without tokens runs a padding token, which is not committed.
-        tree = DraftTree.chain(padded[:, 0], padded[:, 1:], (counts - 1).clamp(min=0))
-        logits = self._target.forward(tree).logits
-        path = torch.arange(width, device=device).expand(len(tokens), -1)
-        path = torch.where(path < counts[:, None], path, -1)
-        lengths = [len(new) for new in tokens]
-        chains = [[*range(length), *[-1] * (width - length)] for length in lengths]
-        self._target.commit(path, counts - 1, (chains, [length - 1 for length in lengths]))
-        for row, new in zip(self._rows, tokens, strict=True):
-            self._lengths[row] += len(new)
-        return logits[torch.arange(len(tokens), device=device), (counts - 1).clamp(min=0)]
+            return context.sample(logits, depth, root_positions, rows)
+        positions = [position + depth + 1 for position in root_positions]
+        return context.draw(logits, positions, rows), None
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         """Remove drafts from the cache that are not part of the text.
@@ -294,36 +283,22 @@ class DraftModelDrafter(Drafter):
         """
         if not self._drafts:
             return
-        written = len(self._drafts[0]) - 1
+        rows, written = self._cache.rows, len(self._drafts[0]) - 1
+        emitted = dict(zip(context.rows, accepted.emitted, strict=True))
         kept = [
-            _common_prefix(drafts[:written], emitted[:-1])
-            for drafts, emitted in zip(self._drafts, accepted.emitted, strict=True)
+            _common_prefix(drafts[:written], emitted[row][:-1])
+            for row, drafts in zip(rows, self._drafts, strict=True)
         ]
         self._drafts = []
-        self._target.rewind([written - count for count in kept])
-        for row, count in zip(context.rows, kept, strict=True):
+        self._cache.rewind([written - count for count in kept])
+        for row, count in zip(rows, kept, strict=True):
             self._cached[row] += count
-            self._lengths[row] -= written - count
-
-    def _follow_rows(self, rows: list[int]) -> None:
-        """Reorder the draft cache so that the active rows come first."""
-        if rows == self._rows:
-            return
-        places = {row: i for i, row in enumerate(self._layout)}
-        order = [places.pop(row) for row in rows]
-        order += places.values()
-        self._layout = [self._layout[i] for i in order]
-        self._target.reorder(order, len(rows))
-        self._rows = list(rows)
 
 
-def _check_support(model: PreTrainedModel, support: Support) -> None:
-    """Raise ValueError for a model whose cache can't be rolled back token by token."""
-    if not support.by_slots or support.rollback != "compact":
-        raise ValueError(
-            f"{type(model).__name__} can't be a draft model, because its cache can't be rolled back token by "
-            f"token: {'; '.join(support.reasons)}"
-        )
+def _at(places: Sequence[int], values: Tensor, size: int) -> Tensor:
+    """``size`` rows, of which row ``places[i]`` is ``values[i]`` and the others are zero."""
+    index = torch.tensor(places, device=values.device)
+    return values.new_zeros(size, *values.shape[1:]).index_copy_(0, index, values)
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

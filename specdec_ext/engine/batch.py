@@ -51,8 +51,8 @@ class RequestBatch(Batch):
         self.stats = stats
         self.requests: dict[int, Request] = {}  # by place
         self.undrafted: set[int] = set()
-        # Places of rows that are verified together, and their arguments of the ops.
-        self._arguments: tuple[list[int], tuple[Tensor, ...]] | None = None
+        # Places of rows that are verified or drawn together -> their arguments of the ops.
+        self._arguments: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def join(self, request: Request, place: int) -> None:
         """Add a request that has emitted its first token; its row becomes the last active one."""
@@ -60,7 +60,7 @@ class RequestBatch(Batch):
         context.share(place, request.call.context)
         context.rows = [*context.rows, place]
         self.requests[place] = request
-        self._arguments = None
+        self._arguments.clear()
         if not request.takes_drafts:
             self.undrafted.add(place)
         context.noise = self._draft_noise()
@@ -113,7 +113,7 @@ class RequestBatch(Batch):
         another error emits nothing, and its request has the error.
         """
         rows = self.context.rows
-        together = [i for i, place in enumerate(rows) if self.requests[place].rule is not None]
+        together = self._together(rows)
         walks = dict(zip(together, self._walks(tree, output.logits, together), strict=True))
         results = []
         for i, place in enumerate(rows):
@@ -158,19 +158,31 @@ class RequestBatch(Batch):
             logits = logits[context.staging.stage(together).tensor]
             tree = tree.of_rows(together)
         places = [context.rows[i] for i in together]
-        if self._arguments is None or self._arguments[0] != places:
-            self._arguments = places, self._arguments_of(places)
-        noise, filters = self._arguments[1][:4], self._arguments[1][4:]
+        positions = [context.root_positions[i] for i in together]
+        on_host = self._match(tree, logits, places, positions).on_host()
+        tokens = tree.token_lists
+        return [FinishedWalk([tokens[j]], on_host.of_row(j)) for j in range(len(together))]
+
+    def _together(self, places: Sequence[int]) -> list[int]:
+        """Which of these rows ops alone can verify."""
+        return [i for i, place in enumerate(places) if self.requests[place].rule is not None]
+
+    def _match(
+        self, tree: DraftTree, logits: Tensor, places: Sequence[int], root_positions: Sequence[int]
+    ) -> ops.MatchResult:
+        """Verify the trees of these places, all of which have a rule."""
+        key = tuple(places)
+        if key not in self._arguments:
+            self._arguments[key] = self._arguments_of(places)
+        arguments = self._arguments[key]
+        noise, filters = arguments[:4], arguments[4:]
         if filters:
             each = (value.repeat_interleave(tree.num_nodes) for value in filters)
             logits = ops.sample_filter(logits.flatten(0, 1), *each).view(logits.shape)
-        positions = [context.root_positions[i] for i in together]
-        root_positions = context.staging.stage(positions).tensor
-        result = ops.verify_match(logits, tree.tokens, tree.parents, root_positions, *noise)
-        on_host, tokens = result.on_host(), tree.token_lists
-        return [FinishedWalk([tokens[j]], on_host.of_row(j)) for j in range(len(together))]
+        positions = self.context.staging.stage(list(root_positions)).tensor
+        return ops.verify_match(logits, tree.tokens, tree.parents, positions, *noise)
 
-    def _arguments_of(self, places: list[int]) -> tuple[Tensor, ...]:
+    def _arguments_of(self, places: Sequence[int]) -> tuple[Tensor, ...]:
         """The last arguments of ``ops.verify_match``, and those of ``ops.sample_filter`` if it is needed."""
         device = self.context.device
         rules = [rule for place in places if (rule := self.requests[place].rule) is not None]
@@ -181,11 +193,17 @@ class RequestBatch(Batch):
 
     def _draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """:attr:`Context.draw` of the requests."""
-        drawn = [
-            self.requests[place].call.sampler.draw(logits[i : i + 1], [position], [0])
-            for i, (place, position) in enumerate(zip(rows, positions, strict=True))
-        ]
-        return torch.cat(drawn)
+        together = self._together(rows)
+        tokens = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
+        if together:
+            index = self.context.staging.stage(together).tensor
+            roots, before = DraftTree.root(tokens[index]), [positions[i] - 1 for i in together]
+            result = self._match(roots, logits[index, None], [rows[i] for i in together], before)
+            tokens[index] = result.next_token.clamp(min=0)
+        for i in {*range(len(rows))}.difference(together):
+            sampler = self.requests[rows[i]].call.sampler
+            tokens[i : i + 1] = sampler.draw(logits[i : i + 1], [positions[i]], [0])
+        return tokens
 
 
 def _refuse_sampled_drafts(*_: object) -> NoReturn:

@@ -34,7 +34,7 @@ class EngineLoop(DecodingLoop):
         super().__init__(target, drafter, batch, policy)
         if drafter is not None and policy is not None:
             target.record_hidden_states(drafter.feature_layers(target.model))
-            no_rows = TargetOutput(batch.context.input_ids.new_zeros(0, 1, 1))
+            no_rows = TargetOutput(batch.context.input_ids.new_zeros(0, 1, target.vocab_size))
             drafter.start(batch.context, target.model, no_rows)
             policy.begin(batch.context, batch.stats)
 

@@ -13,6 +13,7 @@ from helpers.drafters.mtp_cases import (
     mtp_model,
     mtp_model_of,
     mtp_target,
+    needs_mtp,
 )
 from helpers.drafters.texts import (
     KEYWORDS,
@@ -37,7 +38,7 @@ from specdec_ext.training.data.regenerate import regenerate
 from specdec_ext.training.recipe import HeadRecipe, train_head
 from specdec_ext.training.trainer import TrainConfig
 
-pytestmark = pytest.mark.skipif(MtpModel is None, reason="transformers has no MtpModel before 5.23")
+pytestmark = needs_mtp
 
 MtpCache = getattr(cache_utils, "MtpCache", None)
 TREES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from helpers.models.tiny import random_model, tiny_model
 from transformers import PreTrainedModel
@@ -12,6 +13,8 @@ from specdec_ext import MtpHeads
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models.compat import MtpModel
 from specdec_ext.training.start import new_head
+
+needs_mtp = pytest.mark.skipif(MtpModel is None, reason="transformers has no MtpModel before 5.23")
 
 _EXPERTS = dict(
     n_routed_experts=4,
@@ -76,8 +79,10 @@ def mtp_model(model: PreTrainedModel, num_layers: int | None = None):
     return mtp.to(model.dtype)
 
 
-def llama_heads() -> MtpHeads:
-    return MtpHeads(tiny_model("llama"), mtp_model(tiny_model("llama"), 1))
+def llama_heads(model: PreTrainedModel | None = None) -> MtpHeads:
+    """One MTP layer of a tiny Llama, by default of that in float32."""
+    model = tiny_model("llama") if model is None else model
+    return MtpHeads(model, mtp_model(model, 1))
 
 
 def draft_head_of(model: PreTrainedModel, mtp) -> DraftHead:

@@ -31,6 +31,7 @@ from specdec_ext.drafters.heads.unread import UnreadText
 from specdec_ext.heads.mtp import MtpHeads, MtpLayerModel, passing_states
 from specdec_ext.models import TargetOutput, make_target
 from specdec_ext.models.patching.changes import inference_mode
+from specdec_ext.models.slots import SlotTarget
 from specdec_ext.tree.config import MAX_NODES, Shape, TreeConfig
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -56,6 +57,11 @@ class Elements(NamedTuple):
         index = torch.tensor(rows, device=self.tokens.device)
         return Elements(self.tokens[index], self.states[index], [self.counts[row] for row in rows])
 
+    def of_row(self, row: int) -> Elements:
+        """The elements of one row, without further columns."""
+        count = self.counts[row]
+        return Elements(self.tokens[row, None, :count], self.states[row, None, :count], [count])
+
     def span(self, begins: list[int], ends: list[int]) -> Elements:
         """Elements ``begins[r]`` to ``ends[r]`` of each row."""
         spans = [*zip(begins, ends, strict=True)]
@@ -72,6 +78,14 @@ class Elements(NamedTuple):
             for old, new in ((first.tokens, self.tokens), (first.states, self.states))
         )
         return Elements(tokens, states, [*map(sum, zip(first.counts, self.counts, strict=True))])
+
+    def below(self, rows: Elements) -> Elements:
+        """The elements of these ``rows``, and then those of the rows of this object."""
+        tokens, states = (
+            pad_sequence([*first, *last], batch_first=True)
+            for first, last in ((rows.tokens, self.tokens), (rows.states, self.states))
+        )
+        return Elements(tokens, states, rows.counts + self.counts)
 
 
 class Drafted(NamedTuple):
@@ -107,42 +121,75 @@ class LayerReader:
 
     Args:
         model: the layer.
-        max_slots: the most cache slots that the call may need.
+        max_slots: the most cache slots that a row may need.
 
     Attributes:
         unread: the committed elements that are not in the cache; None before the first ones.
     """
 
+    _target: SlotTarget
+
     def __init__(self, model: MtpLayerModel, max_slots: int):
         self.unread: Elements | None = None
-        self._target = make_target(model, max_slots)
-        self._target.record_hidden_states((-1,))
-        self._rows = 0  # number of rows in the cache
+        self._model, self._max_slots = model, max_slots
+        target = make_target(model, max_slots)
+        assert isinstance(target, SlotTarget)  # MtpHeads has checked its support
+        self._target = target
+        target.record_hidden_states((-1,))
+
+    @property
+    def begun(self) -> bool:
+        """Whether the cache holds elements."""
+        return self._target.begun
 
     def add(self, elements: Elements) -> None:
         """Append committed elements, which the next :meth:`run` reads."""
         self.unread = elements if self.unread is None else elements.after(self.unread)
+
+    def add_rows(self, elements: Elements) -> None:
+        """Append rows, which are read together with the others: the cache holds none of their elements."""
+        self.unread = elements if self.unread is None else elements.below(self.unread)
+
+    def join(self, elements: Elements, num_rows: int) -> Elements:
+        """Append a row whose elements but the last are read at once, with a cache of their own.
+
+        Args:
+            elements: of one row, at least two. The cache of this layer has begun.
+            num_rows: the most rows.
+
+        Returns:
+            The elements of the next layer.
+        """
+        assert self.unread is not None
+        own = LayerReader(self._model, self._max_slots)
+        own.add(elements)
+        outputs, counts = own._read_first(elements)
+        self._target.adopt(own._target, len(self.unread.counts), num_rows)
+        assert own.unread is not None
+        self.add_rows(own.unread)
+        return Elements(elements.tokens[:, 1:], outputs, counts)
 
     @property
     def ready(self) -> bool:
         """Whether the layer can run: the cache begins with one element, and the last is never in it."""
         if self.unread is None:
             return False
-        return self._target.begun or min(self.unread.counts) > 1
+        return self.begun or min(self.unread.counts) > 1
 
     def keep(self, rows: list[int]) -> None:
-        """Continue with these rows, of those that continued until now."""
-        if self.unread is not None:
-            self.unread = self.unread.of_rows(rows)
-        if self._target.begun:
-            ended = [row for row in range(self._rows) if row not in rows]
+        """Continue with these rows, at least one, of those that continued until now."""
+        if self.unread is None:
+            return
+        if self.begun:
+            ended = [row for row in range(len(self.unread.counts)) if row not in rows]
             self._target.reorder([*rows, *ended], len(rows))
+        self.unread = self.unread.of_rows(rows)
 
     def run(self, drafted: Drafted | None) -> Outputs:
         """Read the unread elements, and run drafted ones after them."""
         assert self.unread is not None
         read: list[tuple[Tensor, list[int]]] = []
-        while not self._target.begun or max(self.unread.counts) > BLOCK:
+        while not self.begun or max(self.unread.counts) > BLOCK:
             read.append(self._read_first(self.unread))
         unread = self.unread
         width, device = unread.tokens.shape[1], unread.tokens.device
@@ -165,7 +212,7 @@ class LayerReader:
 
     def _read_first(self, unread: Elements) -> tuple[Tensor, list[int]]:
         """Read the first unread elements, but not the last of a row; return outputs and their numbers."""
-        begun = self._target.begun
+        begun = self.begun
         counts = [min(n - 1, BLOCK) if begun else n - 1 for n in unread.counts]
         first = unread.span([0] * len(counts), counts)
         self.unread = unread.span(counts, unread.counts)
@@ -176,7 +223,6 @@ class LayerReader:
             parents = torch.where(order < numbers, order - 1, INACTIVE)
             output = self._score(DraftTree(first.tokens, parents), first.states, counts)
             return output.aux_hidden_states[0], counts
-        self._rows = len(counts)
         source = order - (width - numbers)  # prompts are padded on the left
         rows, mask = torch.arange(len(counts), device=device)[:, None], (source >= 0).long()
         source = source.clamp(min=0)
@@ -289,6 +335,7 @@ class MtpDrafter(Drafter):
         OSError, RuntimeError: when a call begins, the weights can't be read.
     """
 
+    joinable = True
     low_acceptance_hint = (
         "Check that the checkpoint's MTP layers belong to exactly these weights of the target (not to those "
         "from before a fine-tuning), and that the sampling temperature is not too high."
@@ -321,14 +368,20 @@ class MtpDrafter(Drafter):
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         assert self.heads is not None
-        self._tree = self.tree or default_tree(model.device, len(context.rows))
-        self._noise = draft_noise(context, self.temperature, model.device)
+        self._tree = self.tree or default_tree(model.device, len(context.generated))
         self._max_slots = context.offset + context.max_length + MAX_NODES
         self._unread = UnreadText(len(context.generated))
-        self._unread.join(context, context.rows, output.aux_hidden_states)
         self._layers: list[LayerReader] = []
-        self._rows: list[int] = []
+        self._rows: list[int] = []  # whose elements the layers have got
         self._resting = False
+        self.join(context, context.rows, output)
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        self._noise = draft_noise(context, self.temperature, context.device)
+        if self._resting:
+            return
+        self._unread.join(context, rows, output.aux_hidden_states)
+        self._keep([row for row in self._rows if row not in rows])
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)
@@ -347,7 +400,7 @@ class MtpDrafter(Drafter):
         self._resting = resting
         if resting:
             self._unread.forget()
-            self._layers = []
+            self._keep([])
 
     def propose(self, context: Context) -> DraftTree:
         if not self._unread or max(context.remaining) < 2:  # the last token of a row needs no draft
@@ -362,27 +415,58 @@ class MtpDrafter(Drafter):
 
     def _begin(self, context: Context, ranks: int) -> _Draft | None:
         """Pass the unread text to the layers and begin a draft; None if a row is too short for one."""
+        self._keep([row for row in context.rows if row in self._rows])
+        if self._is_too_short_to_join(context):
+            return None
         self._read(context)
         if not self._layers[0].ready:
             return None
         return _Draft(self._layers, ranks, RowNoise.of(context, self._noise))
 
+    def _keep(self, rows: list[int]) -> None:
+        """Continue with these rows of the layers."""
+        if rows == self._rows:
+            return
+        places = [self._rows.index(row) for row in rows]
+        self._rows = rows
+        if not rows:
+            self._layers = []
+        for layer in self._layers:
+            layer.keep(places)
+
+    def _is_too_short_to_join(self, context: Context) -> bool:
+        """Whether a row can't join the layers yet: each that has begun must read one of its elements."""
+        begun = sum(layer.begun for layer in self._layers)
+        # A row that joins has an element for each token but the first.
+        positions = zip(context.rows, context.root_positions, strict=True)
+        return any(row not in self._rows and position <= begun for row, position in positions)
+
     def _read(self, context: Context) -> None:
-        """Pass what is new to the first layer, and follow the active rows."""
+        """Pass what is new to the layers."""
         assert self.heads is not None
         new = self._unread.take(context)
         if not self._layers:
-            self._rows = list(range(len(context.generated)))
             self._layers = [LayerReader(model, self._max_slots) for model in self.heads.layers]
-        if context.rows != self._rows:
-            places = [self._rows.index(row) for row in context.rows]
-            for layer in self._layers:
-                layer.keep(places)
-            self._rows = list(context.rows)
         states = new.features.to(self.heads.dtype)
         tokens = [torch.tensor(row, device=states.device, dtype=torch.long) for row in new.tokens]
         elements = Elements(pad_sequence(tokens, batch_first=True), states, new.counts)
-        self._layers[0].add(elements.of_rows(context.rows))
+        joining = [row for row in context.rows if row not in self._rows]
+        if self._rows:
+            self._layers[0].add(elements.of_rows(self._rows))
+        if joining and not self._layers[0].begun:
+            self._layers[0].add_rows(elements.of_rows(joining))
+        else:
+            for row in joining:
+                self._join(elements.of_row(row), len(context.generated))
+        self._rows += joining
+
+    def _join(self, elements: Elements, num_rows: int) -> None:
+        """Let a row join the layers that have begun; the next one reads it together with other rows."""
+        for layer in self._layers:
+            if not layer.begun:
+                layer.add_rows(elements)
+                return
+            elements = layer.join(elements, num_rows)
 
 
 def _joined(parts: Sequence[tuple[Tensor, list[int]]]) -> Tensor:

@@ -174,12 +174,14 @@ class RollbackLayer(DynamicLayer):
     def write(self, row: int, begin: int, stored: Sequence[Tensor], num_rows: int) -> None:
         """Write to one row, from slot ``begin`` on, what a layer of the same model has ``read``.
 
-        The first call makes ``num_rows`` rows.
+        Afterwards there are at least ``num_rows`` rows.
         """
         if not stored:
             return
         if not self.is_initialized:
             self._make_rows([each.expand(num_rows, -1, -1, -1) for each in stored])
+        elif len(self.key_buffer) < num_rows:
+            self._add_rows(num_rows)
         end = begin + stored[0].shape[2]
         self.reserve(end)
         for buffer, new in zip(self.buffers, stored, strict=True):
@@ -189,6 +191,14 @@ class RollbackLayer(DynamicLayer):
         """Make empty buffers for rows like these."""
         key, value = like
         self.lazy_initialization(key, value)
+
+    def _add_rows(self, num_rows: int) -> None:
+        """Grow the buffers to ``num_rows`` rows; the contents stay."""
+        for name in self._stores:
+            if (old := getattr(self, name)) is not None:
+                with inference_mode(False):  # as in _allocate
+                    empty = old.new_zeros(num_rows - len(old), *old.shape[1:])
+                    setattr(self, name, torch.cat([old, empty]))
 
     def branch(self, origins: Tensor, slots: int) -> None:
         """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""
