@@ -116,10 +116,10 @@ void check_prompt_starts(const DecoderParams& params) {
   for (int64_t row = 0; row < params.batch; ++row) {
     const int64_t first = params.prefix_starts[row], length = params.prefix_lengths[row];
     if (first >= 0 && first <= kMaxSlot && length == params.start - first) continue;
-    fail_argument("prefix_lengths",
-                  "must be start - prefix_starts without ancestors, got " + std::to_string(length) +
-                      " in row " + std::to_string(row) + " for start " +
-                      std::to_string(params.start) + " and prefix_starts " + std::to_string(first));
+    fail_argument("prefix_lengths", "must be start - prefix_starts without ancestors, got " +
+                                        std::to_string(length) + " in row " + std::to_string(row) +
+                                        " for start " + std::to_string(params.start) +
+                                        " and prefix_starts " + std::to_string(first));
   }
 }
 
@@ -128,9 +128,9 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
                                           const std::vector<Tensor>& caches,
                                           const std::vector<int64_t>& windows,
                                           const std::optional<Tensor>& ancestors,
-                                          const Tensor& prefix_starts,
-                                          const Tensor& prefix_lengths, int64_t start,
-                                          int64_t head_dim, double eps, double scale) {
+                                          const Tensor& prefix_starts, const Tensor& prefix_lengths,
+                                          int64_t start, int64_t head_dim, double eps,
+                                          double scale) {
   const Argument input_arg(kOp, "input", input), cosines_arg(kOp, "cosines", cosines),
       sines_arg(kOp, "sines", sines), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);

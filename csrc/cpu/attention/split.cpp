@@ -15,9 +15,8 @@ class SplitAttention {
         task_(task),
         row_(params, task.row),
         split_{task.split * kSplitKeys, (task.split + 1) * kSplitKeys},
-        prefix_(row_.seen(task.nodes)
-                    .intersection({0, row_.num_prefix_slots()})
-                    .intersection(split_)),
+        prefix_(
+            row_.seen(task.nodes).intersection({0, row_.num_prefix_slots()}).intersection(split_)),
         rows_((task.nodes.end - task.nodes.begin) * sizes.group),
         padded_rows_(round_up(rows_, kRowBlock)),
         out_(out) {
@@ -261,7 +260,7 @@ class SplitAttention {
   const Range* seen_ = nullptr;  // [nodes] within this split, may be empty
   // All nodes see these positions. Inactive nodes don't count, because their sums are never read.
   Range all_see_{0, INT64_MAX};
-  int64_t rows_;         // query rows of this task
+  int64_t rows_;  // query rows of this task
   int64_t padded_rows_;
   AttentionPartial out_;
   float* tile_;     // keys as columns [head_dim, kTileKeys], then values [kTileKeys, padded_dim]

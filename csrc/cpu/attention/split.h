@@ -92,8 +92,8 @@ struct AttentionSizes {
   int64_t group;
   int64_t nodes;        // of a task, at most
   int64_t padded_rows;  // query rows of a task, at most
-  int64_t query_dim;   // columns of queries and rows of keys, zeros beyond head_dim
-  int64_t padded_dim;  // columns of values
+  int64_t query_dim;    // columns of queries and rows of keys, zeros beyond head_dim
+  int64_t padded_dim;   // columns of values
 
  private:
   // Scores and values of so many query rows stay in L2. The nodes of a tree are one task, so that

@@ -88,7 +88,8 @@ class Waves {
         tasks_.push_back({row, kv_head, nodes, splits.begin + i});
       }
       splits.begin += count;
-      items_.push_back({row, kv_head, nodes, begin, begin + count, is_continued, splits.is_empty()});
+      items_.push_back(
+          {row, kv_head, nodes, begin, begin + count, is_continued, splits.is_empty()});
       if (begin + count == max_tasks_) finish_wave();
       is_continued = true;
     } while (!splits.is_empty());

@@ -77,8 +77,8 @@ class ManyRowsKernel {
   static constexpr int64_t kVectorOuts = kLanes / F::kParts;
   static constexpr int64_t kOuts = kVectors * kVectorOuts;
   static constexpr int64_t kGroupOuts = 64;
-  static constexpr int64_t kBlock = 256;                         // elements of in_features
-  static constexpr int64_t kPerWord = 4 / sizeof(Source);        // elements
+  static constexpr int64_t kBlock = 256;                                 // elements of in_features
+  static constexpr int64_t kPerWord = 4 / sizeof(Source);                // elements
   static constexpr int64_t kWordUnits = kPerWord * sizeof(Element) / 4;  // multiplied one by one
   static constexpr int64_t kWords = kBlock / kPerWord;
   static constexpr int64_t kLineWords = kStepBytes / 4;
@@ -127,7 +127,8 @@ class ManyRowsKernel {
   SPECDEC_LINEAR_TARGET static void load_panel(const LinearParams& params, int64_t out, int64_t end,
                                                int64_t first, int64_t words, float* panel) {
     float copied[kTransposed][kWords];
-    const bool is_whole = words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
+    const bool is_whole =
+        words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
     const int64_t next = kOuts * params.weight_stride / kPerWord;
     for (int64_t i = 0; i < kOuts; i += kTransposed) {
       const float* rows[kTransposed];
