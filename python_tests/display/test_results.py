@@ -28,6 +28,7 @@ from specdec_ext import (
     SpeculationStats,
     Support,
     TreeConfig,
+    assets,
     supports,
 )
 from specdec_ext.cli import app
@@ -42,6 +43,11 @@ from specdec_ext.evaluate.breakdown import PARTS, Breakdown, Part
 from specdec_ext.evaluate.calibrate import Calibration, Trial
 from specdec_ext.evaluate.speedup import Speedup
 from specdec_ext.heads.record import HeadRecord
+from specdec_ext.planning.break_even import break_even
+from specdec_ext.planning.costs import StepCosts
+from specdec_ext.planning.memory import plan
+from specdec_ext.planning.simulation import simulate
+from specdec_ext.planning.traffic import Traffic
 from specdec_ext.report import Report
 from specdec_ext.training.data.dump import DumpSize
 from specdec_ext.training.evaluation import Evaluation
@@ -50,6 +56,7 @@ from specdec_ext.tree.view import MAX_NODES_DRAWN
 
 TREE = "tree of 60 nodes, 6 levels"
 SCRIPT = "<script>alert('drafter')</script>"
+TARGET = assets.FOLDER / "tiny-python-target"
 LONG = "/models/an-organisation/a-draft-head-with-a-very-long-name-for-llama-3.1-8b-instruct"
 
 
@@ -170,6 +177,11 @@ RESULTS = {
     "pinned settings": lambda: SpeculationConfig([TreeConfig(3)], 8, may_rest=False),
     "evaluation": lambda: EVALUATION,
     "step": lambda: Progress(200, (1.2, 2.3), 0.5, 1e-3, 4000, 0.5, EVALUATION),
+    "break-even": lambda: break_even(StepCosts.relative(0.05), [0.8, 0.6], rows=(1, 4)),
+    "break-even that does not pay": lambda: break_even(StepCosts.relative(0.9), [0.1]),
+    "simulation": lambda: simulate(StepCosts.relative(0.05), Traffic.uniform([0.7]), 3, rows=2),
+    "memory plan": lambda: plan(TARGET, context=512, rows=2),
+    "memory plan with a limit": lambda: plan(TARGET, context=512, memory="1MiB"),
     "dump": lambda: DumpSize(10**9, 32768, 10**9, 10**12),
 }
 

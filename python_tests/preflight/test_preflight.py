@@ -17,6 +17,7 @@ from helpers.command_line import run, words
 from helpers.places import ROOT
 
 from specdec_ext.cli import app
+from specdec_ext.planning import memory
 from specdec_ext.preflight import extras, outputs
 from specdec_ext.preflight.extras import require
 
@@ -123,8 +124,10 @@ def test_every_output_is_checked_before_a_model_is_loaded(name, option, tmp_path
     arguments = []
     if name == "train":
         arguments = ["bundled", "--data", tmp_path / "text.jsonl", "--out", tmp_path / "head"]
-    module = sys.modules[f"specdec_ext.cli.{name}"]
-    monkeypatch.setattr(module, "load_target", lambda *_: pytest.fail("a model was read"))
+    module, reads = sys.modules[f"specdec_ext.cli.{name}"], "load_target"
+    if name == "plan":  # reads configs alone
+        arguments, module, reads = ["bundled"], memory, "plan"
+    monkeypatch.setattr(module, reads, lambda *_, **__: pytest.fail("a model was read"))
     assert "text.jsonl" in refused(name, *arguments, option, tmp_path / "text.jsonl" / "below")
     assert not (tmp_path / "head").exists()
 

@@ -25,6 +25,7 @@ from transformers import (
 
 import specdec_ext
 from specdec_ext import Drafter, DraftModelDrafter, DraftTree, NgramDrafter
+from specdec_ext.drafters.draft_cache import DraftCache
 
 VOCAB = 4
 LENGTH = 4  # of the compared texts: a token after the prompt, then rounds with two drafts
@@ -257,13 +258,6 @@ class Impossible(SampledTree):
         return tree
 
 
-class BreaksDown(DraftModelDrafter):
-    """Its logits are NaN from the second token on."""
-
-    def _advance(self, tokens):
-        return super()._advance(tokens) * (torch.nan if len(tokens[0]) == 1 else 1.0)
-
-
 REFUSED = {
     "unknown rule": (dict(rule="lossy"), "verification='lossy' is not known; expected one of"),
     "a drafter that does not sample": (dict(drafter="ngram"),
@@ -297,8 +291,15 @@ def test_min_confidence_must_be_a_probability(value):
         DraftModelDrafter(small_model(2), min_confidence=value)
 
 
-def test_draft_model_with_nan_logits_stops_drafting():
-    drafter = BreaksDown(small_model(2), num_draft_tokens=3, sampled=True)
+def test_draft_model_with_nan_logits_stops_drafting(monkeypatch):
+    """They are NaN from the second token of a draft on."""
+    read = DraftCache.read
+    monkeypatch.setattr(
+        DraftCache,
+        "read",
+        lambda cache, tokens: read(cache, tokens) * (torch.nan if len(tokens[0]) == 1 else 1.0),
+    )
+    drafter = DraftModelDrafter(small_model(2), num_draft_tokens=3, sampled=True)
     out = sample(drafter, "block", rows=8, length=12, return_dict_in_generate=True)
     assert out.sequences.shape == (8, len(PROMPT) + 12)
     assert out.speculation_stats.draft_tokens <= out.speculation_stats.drafts

@@ -31,7 +31,9 @@ def decoder_layers(
     batch, nodes, _ = input.shape
     if ancestors is None:  # the columns are a chain, which begins behind the padding
         paddings = (-prefix_lengths).clamp(min=0).tolist()
-        ancestors = torch.tensor([_chain_ancestors(padding, nodes) for padding in paddings])
+        ancestors = torch.tensor(
+            [_chain_ancestors(padding, nodes) for padding in paddings], device=input.device
+        )
         prefix_lengths = prefix_lengths.clamp(min=0)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:

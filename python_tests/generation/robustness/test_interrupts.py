@@ -128,7 +128,7 @@ def test_interrupt_at_any_instruction_leaves_no_traces(name, stride):
     before = traces(at.model)
     call = functools.partial(at.generate, 1)
     tried = moments(call)
-    assert len(tried) > 2000
+    assert len(tried) > 1000
     for moment in tried[stride // 2 :: stride]:
         cache = DynamicCache(config=at.model.config)
         with contextlib.suppress(
