@@ -4,10 +4,11 @@ import threading
 
 import pytest
 import torch
-from helpers.models.tiny import CONFIGS, tiny_model
+from helpers.models.tiny import CONFIGS, VOCAB, prompts, tiny_model
 from torch import nn
 
 from specdec_ext import ops
+from specdec_ext.models import make_target
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -54,6 +55,21 @@ def test_model_output_is_close_to_that_of_torch(name):
         with row_invariant_linears(plain_linears(model)):
             actual = model(ids).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_output_head_of_a_prompt_has_few_rows(monkeypatch):
+    """It is wanted in one column; the order for many rows would transpose all its weights for it."""
+    orders, op = {False: set(), True: set()}, ops.linear
+
+    def recorded(input, weight, bias=None, *, many_rows=False):
+        orders[many_rows].add(len(weight))
+        return op(input, weight, bias, many_rows=many_rows)
+
+    monkeypatch.setattr(ops, "linear", recorded)
+    target = make_target(tiny_model("llama"), 64)
+    target.runner.direct = None
+    target.prefill(*prompts((40,)))
+    assert orders[False] == {VOCAB} and orders[True] and VOCAB not in orders[True]
 
 
 def test_modules_are_restored():

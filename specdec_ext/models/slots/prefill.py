@@ -149,12 +149,12 @@ class Prefill:
         by_modules: TargetOutput | None = None
         if not is_agreed(model, PROMPT):
             by_modules = yield from self._read(prompt, input_ids, self._by_modules, self._chunk)
-            self._forget(prompt)
             yield None
+        # Its columns overwrite those that the modules have read.
         output = yield from self._read(prompt, input_ids, self._directly, chunk)
         if by_modules and not agrees(model, PROMPT, output.logits, by_modules.logits):
             self._runner.direct = None
-            self._forget(prompt)
+            self._cache.set_length(prompt.past, self._cache.layers[0].slack)
             yield None
             output = yield from self._read(prompt, input_ids, self._by_modules, self._chunk)
         yield output
@@ -166,10 +166,6 @@ class Prefill:
             and prompt.holes == 0
             and multiplies_prompts(self._modules.model.dtype)
         )
-
-    def _forget(self, prompt: Prompt) -> None:
-        """Remove from the cache what was read of the prompt."""
-        self._cache.set_length(prompt.past, self._cache.layers[0].slack)
 
     def _read(
         self, prompt: Prompt, input_ids: Tensor, read: Read, chunk: int | None
