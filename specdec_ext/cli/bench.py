@@ -18,6 +18,7 @@ from specdec_ext.cli.shared.common import (
     ModelArgument,
     PromptsOption,
     SpeculationOption,
+    check_outputs,
     load_drafter,
     load_target,
     read_prompts,
@@ -26,8 +27,6 @@ from specdec_ext.cli.shared.common import (
 )
 from specdec_ext.cli.shared.shape import DraftLengthOption, TreeOption, shape_of
 from specdec_ext.display.console import PlainConsole
-from specdec_ext.preflight.extras import require
-from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +88,7 @@ def bench(
     from specdec_ext.evaluate import benchmark
 
     with user_errors():
-        _check_outputs(json_file, plot_file)
+        check_outputs(json_file, plot_file)
         if prompts is None and model is not None:
             raise ValueError("pass --prompts FILE: the bundled prompts are for the bundled model")
         texts = _bundled_texts() if prompts is None else [text for _, text in read_prompts(prompts)]
@@ -124,15 +123,6 @@ def bench(
         benchmark.plot([report], plot_file)
         if steps:
             steps[0].plot(plot_file.with_stem(f"{plot_file.stem}_breakdown"), steps[1:])
-
-
-def _check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
-    """Check before minutes of measuring that the results can be written afterwards."""
-    if json_file is not None:
-        writable_file(json_file, "--json")
-    if plot_file is not None:
-        writable_file(plot_file, "--plot")
-        require("matplotlib", "--plot")
 
 
 def _breakdowns(

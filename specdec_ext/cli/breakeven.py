@@ -16,6 +16,7 @@ from specdec_ext.cli.shared.common import (
     DtypeOption,
     MaxNewTokensOption,
     PromptsOption,
+    check_outputs,
     load_drafter,
     load_target,
     read_prompts,
@@ -23,8 +24,6 @@ from specdec_ext.cli.shared.common import (
     warn_if_busy,
 )
 from specdec_ext.display.console import PlainConsole
-from specdec_ext.preflight.extras import require
-from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
     from specdec_ext.planning.costs import StepCosts
@@ -106,11 +105,7 @@ def breakeven(
     is measured with MODEL, or given with --acceptance. Latencies are simulated.
     """
     with user_errors():
-        if json_file is not None:
-            writable_file(json_file, "--json")
-        if plot_file is not None:
-            writable_file(plot_file, "--plot")
-            require("matplotlib", "--plot")
+        check_outputs(json_file, plot_file)
         rows, lengths = _numbers(batch, "--batch"), _numbers(draft_length, "--draft-length")
         speed_ups = [float(each) for each in _split(speed_up, "--speed-up", _NUMBER)]
         traffic = _traffic(acceptance, unconditional) if acceptance else None

@@ -8,11 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from specdec_ext.cli.shared.common import Dtype, torch_dtype, user_errors
+from specdec_ext.cli.shared.common import Dtype, check_outputs, torch_dtype, user_errors
 from specdec_ext.cli.shared.shape import DraftLengthOption, TreeOption, shape_of
 from specdec_ext.display.console import PlainConsole
-from specdec_ext.preflight.extras import require
-from specdec_ext.preflight.outputs import writable_file
 
 
 def plan(
@@ -83,11 +81,7 @@ def plan(
     number of rows and the longest context that fit. The exit code is 1 if it does not fit.
     """
     with user_errors():
-        if json_file is not None:
-            writable_file(json_file, "--json")
-        if plot_file is not None:
-            writable_file(plot_file, "--plot")
-            require("matplotlib", "--plot")
+        check_outputs(json_file, plot_file)
         given = [each for each in (gpu, mig, size) if each is not None]
         if len(given) > 1:
             raise ValueError("--gpu, --mig and --bytes all name the memory; pass only one of them")

@@ -85,9 +85,8 @@ def findings_of(model: PreTrainedModel) -> Findings:
         found = Findings(support, ModelParts.of(model), read_direct_pass(model))
     else:
         found = Findings(support, None, None)
-    if state.is_safe and (
-        found.parts is None or not found.parts.patches
-    ):  # patches may name the model
+    # What patches name may be the model itself.
+    if state.is_safe and (found.parts is None or not found.parts.patches):
         _kept[model] = state, found
     return found
 

@@ -61,37 +61,22 @@ void for_each_pass(const LinearParams& params, int64_t max_rows, const Compute& 
   }
 }
 
-int64_t num_tiles(const LinearParams& params) {
-  return (params.out_features + kTileOuts - 1) / kTileOuts;
-}
-
-// Computes tiles [begin, end) of all products, numbered through the products.
-void run_tiles(const Products& code, const LinearPass& pass, std::span<const LinearParams> products,
-               int64_t begin, int64_t end) {
-  int64_t first = 0;
-  for (const LinearParams& params : products) {
-    const int64_t last = first + num_tiles(params);
-    const int64_t from = std::max(begin, first), to = std::min(end, last);
-    if (from < to) {
-      const LinearPass own{params,          pass.first_row, pass.rows,
-                           pass.block_rows, pass.steps,     pass.inputs};
-      code.linear(own, (from - first) * kTileOuts,
-                  std::min((to - first) * kTileOuts, params.out_features));
-    }
-    first = last;
-  }
-}
-
 }  // namespace
 
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
   if (products[0].many_rows) return many_rows_linears(products, parallel_for);
   const Products code = cpu::products(products[0].type);
-  int64_t tiles = 0;
-  for (const LinearParams& params : products) tiles += num_tiles(params);
+  const int64_t tiles = num_parts(products, kTileOuts);
   for_each_pass(products[0], code.max_rows, [&](const LinearPass& pass) {
     parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.rows),
-                 [&](int64_t begin, int64_t end) { run_tiles(code, pass, products, begin, end); });
+                 [&](int64_t begin, int64_t end) {
+                   for_each_part(products, kTileOuts, begin, end,
+                                 [&](const LinearParams& params, int64_t first, int64_t last) {
+                                   code.linear({params, pass.first_row, pass.rows, pass.block_rows,
+                                                pass.steps, pass.inputs},
+                                               first, last);
+                                 });
+                 });
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <span>
 
 #include "specdec/core/float_types.h"
 #include "specdec/cpu/isa.h"
@@ -72,6 +73,32 @@ inline Products products(FloatType type) {
 inline int64_t product_grain(int64_t outs, int64_t ins, int64_t rows) {
   constexpr int64_t kGrain = 1 << 18;  // multiply-adds; below it, waking a thread costs more
   return kGrain / (outs * (ins + 1) * std::max<int64_t>(rows, 4)) + 1;
+}
+
+// The number of parts of `part_outs` weight rows in all products; each product begins a new part.
+inline int64_t num_parts(std::span<const LinearParams> products, int64_t part_outs) {
+  int64_t parts = 0;
+  for (const LinearParams& each : products) {
+    parts += (each.out_features + part_outs - 1) / part_outs;
+  }
+  return parts;
+}
+
+// Calls run(product, first_out, end_out) for the products that have some of the parts [begin, end),
+// numbered through the products.
+template <typename Run>
+void for_each_part(std::span<const LinearParams> products, int64_t part_outs, int64_t begin,
+                   int64_t end, const Run& run) {
+  int64_t first = 0;
+  for (const LinearParams& params : products) {
+    const int64_t last = first + num_parts({&params, 1}, part_outs);
+    const int64_t from = std::max(begin, first), to = std::min(end, last);
+    if (from < to) {
+      run(params, (from - first) * part_outs,
+          std::min((to - first) * part_outs, params.out_features));
+    }
+    first = last;
+  }
 }
 
 // The size of the largest part when `total` is divided as evenly as possible into the smallest

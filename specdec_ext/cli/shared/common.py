@@ -13,6 +13,8 @@ import typer
 
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.display.text import printable
+from specdec_ext.preflight.extras import require
+from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
     import torch
@@ -239,3 +241,12 @@ def _processor_seconds() -> tuple[float, float] | None:
         return None
     ticks = [float(field) for field in fields]  # user nice system idle iowait irq softirq steal
     return sum(ticks), ticks[3] + ticks[4]
+
+
+def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    """Check before the work that the files of ``--json`` and ``--plot`` can be written after it."""
+    if json_file is not None:
+        writable_file(json_file, "--json")
+    if plot_file is not None:
+        writable_file(plot_file, "--plot")
+        require("matplotlib", "--plot")
