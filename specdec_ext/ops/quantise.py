@@ -28,28 +28,18 @@ class QuantisedWeight:
         codes: int8 ``[outs, ins]`` with a contiguous last dimension, or uint8 ``[outs, 16 * ceil(ins / 32)]``
             contiguous, as :meth:`pack` packs codes of 4 bits.
         scales: ``[outs, groups]`` float32 or bfloat16, or float32 ``[outs, groups, 2]`` with pairs of a scale
-            and an offset; contiguous. A group is ``group_size`` inputs; the last one may be smaller.
+            and an offset; contiguous. There is one group for all inputs, or groups of 32, 64, 128, ... inputs,
+            of which the last may be smaller.
         ins: number of inputs.
-        group_size: a multiple of 32, or ``ins`` or more: one group.
         levels: ``[16]`` float32 numbers that codes of 4 bits stand for, None for 0 to 15.
     """
 
     codes: Tensor
     scales: Tensor
     ins: int
-    group_size: int
     levels: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.ins < 1 or self.group_size < 1:
-            raise ValueError(
-                f"ins={self.ins} and group_size={self.group_size}; expected 1 or more"
-            )
-        if self.group_size < self.ins and self.group_size % CODE_BLOCK:
-            raise ValueError(
-                f"group_size={self.group_size}; expected a multiple of {CODE_BLOCK}, or one group of all "
-                f"{self.ins} inputs"
-            )
         kinds = {torch.int8: self.ins, torch.uint8: _packed_width(self.ins)}
         _check(
             "codes",
@@ -59,16 +49,18 @@ class QuantisedWeight:
             and self.codes.shape[1] == kinds[self.codes.dtype],
             f"int8 [outs, {self.ins}] or uint8 [outs, {_packed_width(self.ins)}]",
         )
-        groups = -(-self.ins // self.group_size)
-        single, pairs = (len(self.codes), groups), (len(self.codes), groups, 2)
-        shape, dtype = tuple(self.scales.shape), self.scales.dtype
+        outs, dtype = len(self.codes), self.scales.dtype
         _check(
             "scales",
             self.scales,
-            (shape == single and dtype in (torch.float32, torch.bfloat16))
-            or (shape == pairs and dtype == torch.float32),
-            f"float32 or bfloat16 {[*single]}, or float32 {[*pairs]}",
+            self.scales.shape[:1] == (outs,)
+            and (
+                (self.scales.ndim == 2 and dtype in (torch.float32, torch.bfloat16))
+                or (self.scales.shape[2:] == (2,) and dtype == torch.float32)
+            ),
+            f"float32 or bfloat16 [{outs}, groups], or float32 [{outs}, groups, 2]",
         )
+        _ = self.group_size
         if self.levels is not None:
             _check(
                 "levels",
@@ -87,7 +79,6 @@ class QuantisedWeight:
         offsets: Tensor | None = None,
         *,
         bits: int,
-        group_size: int,
         levels: Tensor | None = None,
     ) -> QuantisedWeight:
         """Make a weight of a code per element.
@@ -98,7 +89,6 @@ class QuantisedWeight:
             offsets: like ``scales``; what is added to the products, None for nothing. A zero point ``z`` is an
                 offset of ``-z * scale``, which is exact in float32 if the scale has 16 bits.
             bits: 8 or 4.
-            group_size: number of inputs of a group.
             levels: see :class:`QuantisedWeight`.
 
         Raises:
@@ -122,7 +112,7 @@ class QuantisedWeight:
         elif scales.dtype != torch.bfloat16:
             scales = scales.float()
         packed = codes.to(torch.int8) if bits == 8 else _pack_nibbles(codes)
-        return cls(packed.contiguous(), scales.contiguous(), ins, group_size, levels)
+        return cls(packed.contiguous(), scales.contiguous(), ins, levels)
 
     @property
     def bits(self) -> int:
@@ -132,6 +122,21 @@ class QuantisedWeight:
     def shape(self) -> tuple[int, int]:
         """``(outs, ins)``."""
         return len(self.codes), self.ins
+
+    @cached_property
+    def group_size(self) -> int:
+        """Number of inputs that share a scale."""
+        groups = self.scales.shape[1]
+        size = CODE_BLOCK
+        while size < self.ins and -(-self.ins // size) > groups:
+            size *= 2
+        if groups == 1:
+            return self.ins
+        if -(-self.ins // size) != groups:
+            raise ValueError(
+                f"scales has {groups} groups for {self.ins} inputs; expected one, or groups of 32, 64, 128, ..."
+            )
+        return size
 
     @cached_property
     def nbytes(self) -> int:
