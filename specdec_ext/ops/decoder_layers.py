@@ -80,8 +80,8 @@ def decoder_layers(
         cosines: ``[batch or 1, nodes, head_dim]`` of the same dtype, for each node's position.
         sines: like ``cosines``.
         weights: ``LAYER_TENSORS`` of each layer, all of the same dtype, followed by the final norm. Missing
-            biases and norms of heads are empty tensors. Weights are not copied. A matrix may be the codes of a
-            :class:`QuantisedWeight`.
+            biases and norms of heads are empty tensors. Weights are not copied. A matrix may be the codes of
+            a :class:`QuantisedWeight`.
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
         windows: the window of each layer as for ``tree_attention``, 0 for none.
