@@ -33,7 +33,9 @@ def read(module: nn.Module) -> Source | None:
     if "AWQuantLinear" in bases:
         make = partial(_awq, *sizes)
     elif "GPTQQuantLinear" in bases:
-        make = partial(_gptq, *sizes, layer.qzero_format())
+        # Most modules bring the files' zero points into this form.
+        less_one = not type(layer).REQUIRES_FORMAT_V2
+        make = partial(_gptq, *sizes, less_one)
     else:
         return None
     return Source([*tensors.values()], partial(make, **tensors))
@@ -44,7 +46,7 @@ def _gptq(
     ins: int,
     bits: int,
     group_size: int,
-    zeros_format: int,
+    less_one: bool,
     qweight: Tensor,
     qzeros: Tensor,
     scales: Tensor,
@@ -53,8 +55,8 @@ def _gptq(
     """Read GPTQ's tensors.
 
     Args:
-        zeros_format: 1 if the zero points are stored less one, as in files of the format "gptq"; 2 if they
-            are stored as they are ("gptq_v2").
+        less_one: whether zero points are stored less one, as in files of the format "gptq", or as they are, as
+            in "gptq_v2".
         qweight: ``[ins / words, outs]``, where a word holds ``words = 32 / bits`` inputs.
         qzeros: ``[groups, outs / words]``.
         scales: ``[groups, outs]``.
@@ -70,8 +72,7 @@ def _gptq(
         qzeros.shape == (len(scales), outs // words) and outs % words == 0,
         "qzeros [groups, outs / words]",
     )
-    expect(zeros_format in (1, 2), "zero points of format 1 or 2")
-    zeros = unpacked(qzeros, bits).T.to(torch.int16) + (zeros_format == 1)
+    zeros = unpacked(qzeros, bits).T.to(torch.int16) + less_one
     return affine(unpacked(qweight.T, bits), zeros, scales.T, _size(group_size, ins), bits)
 
 
