@@ -1,13 +1,16 @@
 // Glue of decoder_layers: checks, outputs. The op exists for CPU tensors only.
 #include "specdec/decoder_layers.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "ops/common/glue.h"
 #include "ops/common/register.h"
+#include "ops/common/weight_codes.h"
 
 #ifndef SPECDEC_EMULATED  // there is no kernel to emulate
 
@@ -39,13 +42,19 @@ enum LayerTensor {
   kLayerTensors
 };
 
+// The matrices of a layer, in the order of the scales.
+constexpr LayerTensor kMatrices[] = {kQuery, kKey, kValue, kOutput, kGate, kUp, kDown};
+
 [[noreturn]] void fail_argument(const std::string& argument, const std::string& problem) {
   fail("specdec::decoder_layers: argument " + argument + " " + problem);
 }
 
 class Weights {
  public:
-  Weights(const std::vector<Tensor>& tensors, int32_t dtype) : tensors_(tensors), dtype_(dtype) {}
+  // `scales` is empty, or has a tensor for each matrix, which is empty if that has no codes.
+  Weights(const std::vector<Tensor>& tensors, const std::vector<Tensor>& scales,
+          const float* levels, int32_t dtype)
+      : tensors_(tensors), scales_(scales), levels_(levels), dtype_(dtype) {}
 
   // A contiguous vector [count]; null if it is empty and optional.
   const void* vector(size_t index, int64_t count, bool is_optional = false) const {
@@ -56,23 +65,53 @@ class Weights {
     return tensor.const_data_ptr();
   }
 
-  // A matrix [outs, ins] and the bias that follows it.
-  DecoderMatrix matrix(size_t index, int64_t outs, int64_t ins) const {
+  // A matrix [outs, ins] of a layer and the bias that follows it.
+  DecoderMatrix matrix(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
+    const size_t index = layer * kLayerTensors + name;
     const Tensor& tensor = tensors_[index];
+    DecoderMatrix matrix{.weight = tensor.const_data_ptr(),
+                         .weight_stride = 0,
+                         .codes = codes(layer, name, outs, ins),
+                         .bias = vector(index + 1, outs, true),
+                         .outs = outs};
+    if (matrix.codes.bits != 0) {
+      matrix.weight_stride = tensor.stride(0);
+      return matrix;
+    }
     const bool fits = tensor.dim() == 2 && tensor.size(0) == outs && tensor.size(1) == ins &&
                       (ins == 1 || tensor.stride(1) == 1);
     const int64_t shape[] = {outs, ins};
     check(index, fits, describe_numbers(shape) + " with a contiguous last dimension");
-    return {tensor.const_data_ptr(), tensor.stride(0), vector(index + 1, outs, true), outs};
+    matrix.weight_stride = tensor.stride(0);
+    return matrix;
   }
 
-  // The number of outputs of a matrix.
-  int64_t outs(size_t index) const {
-    check(index, tensors_[index].dim() == 2 && tensors_[index].size(0) > 0, "[outs, ins]");
-    return tensors_[index].size(0);
+  // The number of outputs of a matrix of the first layer.
+  int64_t outs(LayerTensor name) const {
+    const Tensor& tensor = tensors_[name];
+    if (tensor.dim() != 2 || tensor.size(0) == 0) {
+      fail_argument("weights[" + std::to_string(name) + "]",
+                    "must be [outs, ins], got shape " + describe_shape(tensor));
+    }
+    return tensor.size(0);
   }
 
  private:
+  WeightCodes codes(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
+    if (scales_.empty()) return {};
+    const size_t index = layer * std::size(kMatrices) +
+                         (std::find(std::begin(kMatrices), std::end(kMatrices), name) - kMatrices);
+    const Tensor& scales = scales_[index];
+    if (scales.numel() == 0) return {};
+    const Tensor& tensor = tensors_[layer * kLayerTensors + name];
+    const std::string weight_name = "weights[" + std::to_string(layer * kLayerTensors + name) + "]";
+    const std::string scales_name = "scales[" + std::to_string(index) + "]";
+    const Argument weight_arg(kOp, weight_name.c_str(), tensor);
+    if (!tensor.is_cpu()) fail(weight_arg.prefix() + " must be on the CPU");
+    return read_codes(weight_arg, tensor, Argument(kOp, scales_name.c_str(), scales), scales,
+                      levels_, outs, ins);
+  }
+
   void check(size_t index, bool fits, const std::string& expected) const {
     const Tensor& tensor = tensors_[index];
     if (fits && dtype_of(tensor) == dtype_ && tensor.is_cpu()) return;
@@ -82,6 +121,8 @@ class Weights {
   }
 
   const std::vector<Tensor>& tensors_;
+  const std::vector<Tensor>& scales_;
+  const float* levels_;
   int32_t dtype_;
 };
 
@@ -129,8 +170,9 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
                                           const std::vector<int64_t>& windows,
                                           const std::optional<Tensor>& ancestors,
                                           const Tensor& prefix_starts, const Tensor& prefix_lengths,
-                                          int64_t start, int64_t head_dim, double eps,
-                                          double scale) {
+                                          int64_t start, int64_t head_dim, double eps, double scale,
+                                          const std::vector<Tensor>& scales,
+                                          const std::optional<Tensor>& levels) {
   const Argument input_arg(kOp, "input", input), cosines_arg(kOp, "cosines", cosines),
       sines_arg(kOp, "sines", sines), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
@@ -186,11 +228,16 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
                       std::to_string(weights.size()) + " tensors for " +
                       std::to_string(num_layers) + " layers");
   }
+  if (!scales.empty() && scales.size() != num_layers * std::size(kMatrices)) {
+    fail_argument("scales", "must be empty, or " + std::to_string(std::size(kMatrices)) +
+                                " tensors for each of " + std::to_string(num_layers) +
+                                " layers, got " + std::to_string(scales.size()));
+  }
   if (caches.size() != 2 * num_layers) {
     fail_argument("caches", "must be keys and values of each of " + std::to_string(num_layers) +
                                 " layers, got " + std::to_string(caches.size()) + " tensors");
   }
-  const Weights read(weights, dtype);
+  const Weights read(weights, scales, read_levels(kOp, levels), dtype);
   const int64_t queries = read.outs(kQuery), keys = read.outs(kKey), inner = read.outs(kGate);
   params.heads = queries / head_dim;
   params.kv_heads = keys / head_dim;
@@ -208,16 +255,16 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
     }
     const size_t at = layer * kLayerTensors;
     layers.push_back({.input_norm = read.vector(at + kInputNorm, params.hidden),
-                      .query = read.matrix(at + kQuery, queries, params.hidden),
-                      .key = read.matrix(at + kKey, keys, params.hidden),
-                      .value = read.matrix(at + kValue, keys, params.hidden),
+                      .query = read.matrix(layer, kQuery, queries, params.hidden),
+                      .key = read.matrix(layer, kKey, keys, params.hidden),
+                      .value = read.matrix(layer, kValue, keys, params.hidden),
                       .query_norm = read.vector(at + kQueryNorm, head_dim, true),
                       .key_norm = read.vector(at + kKeyNorm, head_dim, true),
-                      .output = read.matrix(at + kOutput, params.hidden, queries),
+                      .output = read.matrix(layer, kOutput, params.hidden, queries),
                       .post_norm = read.vector(at + kPostNorm, params.hidden),
-                      .gate = read.matrix(at + kGate, inner, params.hidden),
-                      .up = read.matrix(at + kUp, inner, params.hidden),
-                      .down = read.matrix(at + kDown, params.hidden, inner),
+                      .gate = read.matrix(layer, kGate, inner, params.hidden),
+                      .up = read.matrix(layer, kUp, inner, params.hidden),
+                      .down = read.matrix(layer, kDown, params.hidden, inner),
                       .keys = read_cache(caches, 2 * layer, params, dtype),
                       .values = read_cache(caches, 2 * layer + 1, params, dtype),
                       .window = windows[layer]});

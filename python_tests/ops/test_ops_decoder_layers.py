@@ -10,7 +10,8 @@ import torch
 from helpers.ops.op_cases import generator, two_threads
 
 from specdec_ext import ops
-from specdec_ext.ops.decoder_layers import LAYER_TENSORS
+from specdec_ext.ops.decoder_layers import LAYER_MATRICES, LAYER_TENSORS
+from specdec_ext.ops.quantise import QuantisedWeight
 from specdec_ext.reference.decoder_layers import decoder_layers as reference
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -64,6 +65,26 @@ def random_case(dtype, *, extras=True, windows=(0, 4), seed=0, hidden=HIDDEN, in
         "eps": 1e-5,
         "scale": HEAD_DIM**-0.5,
     }
+
+
+def with_codes(case, names=LAYER_MATRICES):
+    """Half of the layers' matrices ``names`` as codes of 8 bits, the others of 4 bits, in groups."""
+    rng, weights, scales = generator(2), list(case["weights"]), []
+    for layer in range(LAYERS):
+        for i, name in enumerate(LAYER_MATRICES):
+            index = layer * len(LAYER_TENSORS) + LAYER_TENSORS.index(name)
+            outs, ins = weights[index].shape
+            if name not in names:
+                scales.append(torch.empty(0))
+                continue
+            bits = 8 if i % 2 else 4
+            lowest, highest = (-128, 128) if bits == 8 else (0, 16)
+            codes = torch.randint(lowest, highest, (outs, ins), generator=rng)
+            size = torch.rand(outs, 1, generator=rng) / highest / ins**0.5
+            quantised = QuantisedWeight.pack(codes, size, bits=bits)
+            weights[index] = quantised.codes
+            scales.append(quantised.scales)
+    return {**case, "weights": weights, "scales": scales}
 
 
 def prompt_case(dtype, columns, **options):
@@ -214,6 +235,54 @@ def test_attention_of_a_prompt_has_the_bits_of_a_tree():
     assert torch.equal(ops.decoder_layers(**case).states, expected)
 
 
+@pytest.mark.parametrize(
+    "names", [LAYER_MATRICES, ("key", "gate", "down")], ids=["all", "some matrices"]
+)
+@pytest.mark.parametrize(
+    "make", [random_case, lambda dtype: prompt_case(dtype, 40)], ids=["tree", "prompt"]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_are_as_accurate_as_torch(dtype, make, names):
+    case = with_codes(make(dtype), names)
+    exact, plain, ours = copied(case, torch.float64), copied(case), copied(case)
+    exact["scales"] = case["scales"]
+    padded = -1 if case["ancestors"] is None else len(PREFIXES)  # this row begins with padding
+    wanted, torchs = reference(**exact)[0][:, :padded], reference(**plain)[0][:, :padded]
+    actual = ops.decoder_layers(**ours).states[:, :padded].double()
+    unit = torch.finfo(dtype).eps * wanted.abs().max()
+    assert (actual - wanted).abs().max() <= 2 * (torchs.double() - wanted).abs().max() + unit
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_node_does_not_depend_on_the_others_with_codes(dtype):
+    case = with_codes(random_case(dtype))
+    together = ops.decoder_layers(**copied(case)).output
+    for row in range(len(PREFIXES)):
+        alone = copied(case)
+        for name in ("input", "cosines", "sines", "ancestors", "prefix_starts", "prefix_lengths"):
+            alone[name] = alone[name][row : row + 1]
+        alone["caches"] = [cache[row : row + 1] for cache in alone["caches"]]
+        assert torch.equal(ops.decoder_layers(**alone).output[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["scales"].pop(), "scales must be empty, or 7 tensors for each of 2 layers, got 13"),
+        (lambda c: c["scales"].__setitem__(3, torch.ones(5, 1)), r"argument scales\[3\] must be contiguous"),
+        (lambda c: c["weights"].__setitem__(1, torch.zeros(24, 20)), r"weights\[1\] with scales must be"),
+        (lambda c: c["weights"].__setitem__(9, torch.zeros(20, 5, dtype=torch.int8)),
+            r"weights\[9\] must be \[outs, ins\] = \[20, 24\], got shape \[20, 5\]"),
+        (lambda c: c.__setitem__("levels", torch.zeros(3)), r"levels must be \[16\]"),
+    ],
+)  # fmt: skip
+def test_rejects_codes_that_do_not_fit(change, message):
+    case = with_codes(random_case(torch.float32))
+    change(case)
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**case)
+
+
 def test_rows_may_share_their_rotations():
     case = random_case(torch.float32)
     for name in ("cosines", "sines"):
@@ -241,7 +310,7 @@ def test_opcheck(make):
     case["caches"] = [cache.nan_to_num() for cache in case["caches"]]
     torch.library.opcheck(
         torch.ops.specdec.decoder_layers.default,
-        tuple(case.values()),
+        (*case.values(), []),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -32,6 +32,9 @@ LAYER_TENSORS = (
     "down_bias",
 )
 
+# The matrices among them, in the order of their scales.
+LAYER_MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+
 
 class DecoderStates(NamedTuple):
     """The outputs of a decoder.
@@ -59,6 +62,8 @@ def decoder_layers(
     head_dim: int,
     eps: float,
     scale: float,
+    scales: Sequence[Tensor] = (),
+    levels: Tensor | None = None,
 ) -> DecoderStates:
     """Run layers as in Llama: RMS norms, rotary attention over draft trees, and a gated SiLU network.
 
@@ -75,7 +80,8 @@ def decoder_layers(
         cosines: ``[batch or 1, nodes, head_dim]`` of the same dtype, for each node's position.
         sines: like ``cosines``.
         weights: ``LAYER_TENSORS`` of each layer, all of the same dtype, followed by the final norm. Missing
-            biases and norms of heads are empty tensors. Weights are not copied.
+            biases and norms of heads are empty tensors. Weights are not copied. A matrix may be the codes of a
+            :class:`QuantisedWeight`.
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
         windows: the window of each layer as for ``tree_attention``, 0 for none.
@@ -88,6 +94,9 @@ def decoder_layers(
         head_dim: dimension of queries, keys and values; even.
         eps: epsilon of all norms.
         scale: factor of the dot products.
+        scales: the scales of ``LAYER_MATRICES`` of each layer, empty tensors for matrices that are no codes;
+            nothing if none is.
+        levels: the levels of all codes of 4 bits.
 
     Raises:
         ValueError: for an invalid argument, before anything is written.
@@ -107,6 +116,8 @@ def decoder_layers(
             head_dim,
             eps,
             scale,
+            scales,
+            levels,
         )
     )
 

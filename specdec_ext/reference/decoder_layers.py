@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.ops.decoder_layers import LAYER_TENSORS
+from specdec_ext.ops.decoder_layers import LAYER_MATRICES, LAYER_TENSORS
+from specdec_ext.ops.quantise import QuantisedWeight
 from specdec_ext.reference.tree_attention import tree_attention
 
 
@@ -26,6 +27,8 @@ def decoder_layers(
     head_dim: int,
     eps: float,
     scale: float,
+    scales: Sequence[Tensor] = (),
+    levels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of :func:`specdec_ext.ops.decoder_layers`, in any floating dtype."""
     batch, nodes, _ = input.shape
@@ -40,8 +43,15 @@ def decoder_layers(
         wide = x if x.dtype == torch.float64 else x.float()
         return weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(x, weight, bias if bias.numel() else None)
+    def linear(x: Tensor, name: str) -> Tensor:
+        weight, bias = own[name], own[f"{name}_bias"]
+        codes = own_scales.get(name)
+        if codes is None or not codes.numel():
+            return F.linear(x, weight, bias if bias.numel() else None)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        table = levels if weight.dtype == torch.uint8 else None
+        expanded = QuantisedWeight(weight, codes, x.shape[-1], table).dequantise(wide)
+        return F.linear(x.to(wide), expanded, bias.to(wide) if bias.numel() else None).to(x.dtype)
 
     def heads(x: Tensor, weight: Tensor, rotated: bool) -> Tensor:
         """``[batch, heads, nodes, head_dim]``."""
@@ -58,11 +68,11 @@ def decoder_layers(
     for layer, window in enumerate(windows):
         first = layer * len(LAYER_TENSORS)
         own = dict(zip(LAYER_TENSORS, weights[first : first + len(LAYER_TENSORS)], strict=True))
+        chosen = scales[layer * len(LAYER_MATRICES) :]
+        own_scales = dict(zip(LAYER_MATRICES, chosen, strict=False))
         keys, values = caches[2 * layer : 2 * layer + 2]
         x = norm(hidden, own["input_norm"])
-        query, key, value = (
-            linear(x, own[name], own[f"{name}_bias"]) for name in ("query", "key", "value")
-        )
+        query, key, value = (linear(x, name) for name in ("query", "key", "value"))
         keys[:, :, start : start + nodes] = heads(key, own["key_norm"], True)
         values[:, :, start : start + nodes] = heads(value, value.new_empty(0), False)
         attended = tree_attention(
@@ -78,14 +88,10 @@ def decoder_layers(
             window=window,
             softcap=0.0,
         )
-        hidden = hidden + linear(
-            attended.reshape(batch, nodes, -1), own["output"], own["output_bias"]
-        )
+        hidden = hidden + linear(attended.reshape(batch, nodes, -1), "output")
         x = norm(hidden, own["post_norm"])
-        inner = F.silu(linear(x, own["gate"], own["gate_bias"])) * linear(
-            x, own["up"], own["up_bias"]
-        )
-        hidden = hidden + linear(inner, own["down"], own["down_bias"])
+        inner = F.silu(linear(x, "gate")) * linear(x, "up")
+        hidden = hidden + linear(inner, "down")
         states.append(hidden)
     return torch.stack(states), norm(hidden, weights[-1])
 
