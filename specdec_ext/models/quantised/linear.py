@@ -73,7 +73,7 @@ class QuantisedLinear(nn.Module):
             )
         if input.ndim > 3 or input.stride(-1) != 1:
             input = input.contiguous()
-        return ops.linear(input, self.weight, self.bias)  # type: ignore[arg-type]
+        return ops.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         weight = self.weight
