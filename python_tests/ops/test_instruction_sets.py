@@ -27,6 +27,7 @@ OPS = [
     "adjust_logits",
     "linear",
     "draft_head",
+    "decoder_layers",
 ]
 SCRIPT = """
 import importlib, os, sys, torch
