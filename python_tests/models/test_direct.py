@@ -177,6 +177,13 @@ def own_linear(model, monkeypatch):
     model.model.layers[0].self_attn.q_proj.__class__ = Linear
 
 
+def own_embedding(model, monkeypatch):
+    class Embedding(nn.Embedding):
+        pass
+
+    model.model.embed_tokens.__class__ = Embedding
+
+
 def other_eps(model, monkeypatch):
     model.model.layers[0].input_layernorm.variance_epsilon = 0.1
 
@@ -208,7 +215,7 @@ def other_order(model, monkeypatch):
 
 CHANGES = [
     *(watch, listen_before, replace_forward, other_code, other_rotation, other_activation),
-    *(another_module, own_linear, other_eps, half_a_rotation, other_order, train),
+    *(another_module, own_linear, own_embedding, other_eps, half_a_rotation, other_order, train),
     *(parametrize, mix_dtypes, compile_a_part),
 ]
 

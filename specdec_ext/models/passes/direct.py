@@ -167,9 +167,8 @@ def usable(model: PreTrainedModel, direct: DirectPass | None) -> DirectPass | No
         or False in _agreed.get(model, {}).values()
         or torch.is_autocast_enabled("cpu")
         or has_global_hooks()
-        or not has_code_of(
-            direct.family, direct.kinds
-        )  # classes and functions can be replaced at any time
+        # Classes and functions can be replaced at any time.
+        or not has_code_of(direct.family, direct.kinds)
     ):
         return None
     return direct
@@ -234,7 +233,8 @@ def _parts(model: Any, decoder: Any, family: Family) -> dict[str, list[Any]]:
 
 def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
     """Whether all modules are there, no others, and those whose code is not compared are torch's own."""
-    embedding = getattr(decoder, family.embedding)
+    embedding: Any = getattr(decoder, family.embedding)
+    scales = "TextScaledWordEmbedding" in family.classes
     in_decoder = {family.embedding, "layers", family.final_norm, "rotary_emb"}
     matrices = [
         matrix
@@ -251,7 +251,7 @@ def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
         and all(
             {name for name, _ in layer.named_modules()} == family.paths for layer in decoder.layers
         )
-        and nn.Embedding in (type(embedding), *type(embedding).__bases__)
+        and (type(embedding).__base__ if scales else type(embedding)) is nn.Embedding
         and embedding.max_norm is None
         and all(type(module) is nn.Dropout for module in idle)
         and all(type(each) is nn.Linear and is_plain(each) for each in (model.lm_head, *matrices))
@@ -266,17 +266,15 @@ def _described(
     model: Any, decoder: Any, family: Family, kinds: dict[str, frozenset[type]]
 ) -> DirectPass | None:
     """Return the direct pass of a model with the code and the modules of a family, None for odd values."""
-    config, layers, embedding = (
-        decoder.config,
-        list(decoder.layers),
-        getattr(decoder, family.embedding),
-    )
+    config, layers, weight = decoder.config, list(decoder.layers), model.lm_head.weight
+    embedding = _weight(getattr(decoder, family.embedding))
     attentions, norms = _each(layers, family.attention), _norms(decoder, family)
     final = getattr(decoder, family.final_norm)
     first: Any = attentions[0]
     head_dim: int = getattr(first, family.head_dim)
     kv_heads = _kv_heads(layers[0], first, head_dim, config, family)
     activations = {_activation(each) for each in _each(layers, family.activation)}
+    activation = min(activations, key=lambda each: each is not None)
     uniform = [
         *((layers, name) for name in (family.residual_scale, family.parallel)),
         *((attentions, name) for name in (family.softcap, family.head_dim, "scaling")),
@@ -284,11 +282,10 @@ def _described(
     ]
     weights = [tensor for layer in layers for tensor in _weights(layer, family)]
     weights += _vectors(final)
-    tensors = [tensor for tensor in [*weights, _weight(embedding)] if tensor.numel()]
-    dtype = model.lm_head.weight.dtype
+    tensors = [tensor for tensor in [*weights, embedding] if tensor.numel()]
     tables, rotations = _rotations(decoder, attentions, family)
     if not (
-        all(tensor.dtype == dtype and tensor.is_cpu for tensor in tensors)
+        all(tensor.dtype == weight.dtype and tensor.is_cpu for tensor in tensors)
         and all(type(tensor) is nn.Parameter and tensor.is_contiguous() for tensor in tensors)
         and all(
             len({getattr(each, name) for each in those}) == 1 for those, name in uniform if name
@@ -297,30 +294,28 @@ def _described(
         and all(each.is_causal for each in attentions)
         and not getattr(config, "use_bidirectional_attention", None)
         and len(activations) == 1
-        and None not in activations
+        and activation is not None
         and kv_heads is not None
         and _fits_heads(decoder, head_dim, family)
     ):
         return None
 
-    def value(owner: Any, name: str | None) -> Any:
-        return None if name is None else attrgetter(name)(owner)
+    def value(owner: Any, name: str | None, default: Any = None) -> Any:
+        return default if name is None else attrgetter(name)(owner)
 
     form = DecoderForm(
         norm=family.norm,
-        activation=activations.pop() or Activation.SILU,
+        activation=activation,
         interleaved=family.interleaved,
         parallel=bool(value(layers[0], family.parallel)),
         softcap=value(first, family.softcap) or 0.0,
-        residual_scale=1.0
-        if family.residual_scale is None
-        else value(layers[0], family.residual_scale),
+        residual_scale=value(layers[0], family.residual_scale, 1.0),
         tables=tables,
     )
     return DirectPass(
         family,
         kinds,
-        _weight(embedding),
+        embedding,
         value(decoder, family.embedding_scale),
         rotations,
         weights,
