@@ -1,13 +1,16 @@
 // Glue of decoder_layers: checks, outputs. The op exists for CPU tensors only.
 #include "specdec/decoder_layers.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "ops/common/glue.h"
 #include "ops/common/register.h"
+#include "ops/common/weight_codes.h"
 
 #ifndef SPECDEC_EMULATED  // there is no kernel to emulate
 
@@ -44,13 +47,19 @@ enum LayerTensor {
 };
 constexpr size_t kFinalTensors = 2;  // the final norm and its bias
 
+// The matrices of a layer, in the order of the scales.
+constexpr LayerTensor kMatrices[] = {kQuery, kKey, kValue, kOutput, kGate, kUp, kDown};
+
 [[noreturn]] void fail_argument(const std::string& argument, const std::string& problem) {
   fail("specdec::decoder_layers: argument " + argument + " " + problem);
 }
 
 class Weights {
  public:
-  Weights(const std::vector<Tensor>& tensors, int32_t dtype) : tensors_(tensors), dtype_(dtype) {}
+  // `scales` is empty, or has a tensor for each matrix, which is empty if that has no codes.
+  Weights(const std::vector<Tensor>& tensors, const std::vector<Tensor>& scales,
+          const float* levels, int32_t dtype)
+      : tensors_(tensors), scales_(scales), levels_(levels), dtype_(dtype) {}
 
   bool has(size_t index) const { return tensors_[index].numel() != 0; }
 
@@ -69,28 +78,58 @@ class Weights {
     return {vector(index, count, is_optional), vector(index + 1, count)};
   }
 
-  // A matrix [outs, ins] and the bias that follows it; without outs, both must be empty.
-  DecoderMatrix matrix(size_t index, int64_t outs, int64_t ins) const {
+  // A matrix [outs, ins] of a layer and the bias that follows it; without outs, both must be empty.
+  DecoderMatrix matrix(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
+    const size_t index = layer * kLayerTensors + name;
     const Tensor& tensor = tensors_[index];
     if (outs == 0) {
       check_empty(index, "the first layer has no such matrix");
       check_empty(index + 1, "there is no matrix that it belongs to");
       return {};
     }
+    DecoderMatrix matrix{.weight = tensor.const_data_ptr(),
+                         .weight_stride = 0,
+                         .codes = codes(layer, name, outs, ins),
+                         .bias = vector(index + 1, outs),
+                         .outs = outs};
+    if (matrix.codes.bits != 0) {
+      matrix.weight_stride = tensor.stride(0);
+      return matrix;
+    }
     const bool fits = tensor.dim() == 2 && tensor.size(0) == outs && tensor.size(1) == ins &&
                       (ins == 1 || tensor.stride(1) == 1);
     const int64_t shape[] = {outs, ins};
     check(index, fits, describe_numbers(shape) + " with a contiguous last dimension");
-    return {tensor.const_data_ptr(), tensor.stride(0), vector(index + 1, outs), outs};
+    matrix.weight_stride = tensor.stride(0);
+    return matrix;
   }
 
-  // The number of outputs of a matrix.
-  int64_t outs(size_t index) const {
-    check(index, tensors_[index].dim() == 2 && tensors_[index].size(0) > 0, "[outs, ins]");
-    return tensors_[index].size(0);
+  // The number of outputs of a matrix of the first layer.
+  int64_t outs(LayerTensor name) const {
+    const Tensor& tensor = tensors_[name];
+    if (tensor.dim() != 2 || tensor.size(0) == 0) {
+      fail_argument("weights[" + std::to_string(name) + "]",
+                    "must be [outs, ins], got shape " + describe_shape(tensor));
+    }
+    return tensor.size(0);
   }
 
  private:
+  WeightCodes codes(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
+    if (scales_.empty()) return {};
+    const size_t index = layer * std::size(kMatrices) +
+                         (std::find(std::begin(kMatrices), std::end(kMatrices), name) - kMatrices);
+    const Tensor& scales = scales_[index];
+    if (scales.numel() == 0) return {};
+    const Tensor& tensor = tensors_[layer * kLayerTensors + name];
+    const std::string weight_name = "weights[" + std::to_string(layer * kLayerTensors + name) + "]";
+    const std::string scales_name = "scales[" + std::to_string(index) + "]";
+    const Argument weight_arg(kOp, weight_name.c_str(), tensor);
+    if (!tensor.is_cpu()) fail(weight_arg.prefix() + " must be on the CPU");
+    return read_codes(weight_arg, tensor, Argument(kOp, scales_name.c_str(), scales), scales,
+                      levels_, outs, ins);
+  }
+
   void check_empty(size_t index, const std::string& reason) const {
     if (!has(index)) return;
     fail_argument("weights[" + std::to_string(index) + "]",
@@ -106,6 +145,8 @@ class Weights {
   }
 
   const std::vector<Tensor>& tensors_;
+  const std::vector<Tensor>& scales_;
+  const float* levels_;
   int32_t dtype_;
 };
 
@@ -212,8 +253,9 @@ std::tuple<Tensor, Tensor> decoder_layers(
     const std::vector<Tensor>& weights, const std::vector<Tensor>& caches,
     const std::vector<int64_t>& windows, const std::optional<Tensor>& ancestors,
     const Tensor& prefix_starts, const Tensor& prefix_lengths, int64_t start, int64_t head_dim,
-    double eps, double scale, const std::vector<int64_t>& tables, int64_t norm, int64_t activation,
-    bool interleaved, bool parallel, double softcap, double residual_scale) {
+    double eps, double scale, const std::vector<Tensor>& scales,
+    const std::optional<Tensor>& levels, const std::vector<int64_t>& tables, int64_t norm,
+    int64_t activation, bool interleaved, bool parallel, double softcap, double residual_scale) {
   const Argument input_arg(kOp, "input", input), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
@@ -271,11 +313,16 @@ std::tuple<Tensor, Tensor> decoder_layers(
                       std::to_string(weights.size()) + " tensors for " +
                       std::to_string(num_layers) + " layers");
   }
+  if (!scales.empty() && scales.size() != num_layers * std::size(kMatrices)) {
+    fail_argument("scales", "must be empty, or " + std::to_string(std::size(kMatrices)) +
+                                " tensors for each of " + std::to_string(num_layers) +
+                                " layers, got " + std::to_string(scales.size()));
+  }
   if (caches.size() != 2 * num_layers) {
     fail_argument("caches", "must be keys and values of each of " + std::to_string(num_layers) +
                                 " layers, got " + std::to_string(caches.size()) + " tensors");
   }
-  const Weights read(weights, dtype);
+  const Weights read(weights, scales, read_levels(kOp, levels), dtype);
   // Of matrices that are joined, the first layer has one and not the others.
   const bool joins_heads = !read.has(kKey), has_gate = read.has(kGate);
   const bool joins_gate = has_gate && !read.has(kUp);
@@ -320,17 +367,17 @@ std::tuple<Tensor, Tensor> decoder_layers(
     const int64_t hidden = params.hidden, separate = joins_heads ? 0 : keys;
     layers.push_back(
         {.attention_norm = read.norm(at + kAttentionNorm, hidden, params.norm),
-         .query = read.matrix(at + kQuery, queries + (joins_heads ? 2 * keys : 0), hidden),
-         .key = read.matrix(at + kKey, separate, hidden),
-         .value = read.matrix(at + kValue, separate, hidden),
+         .query = read.matrix(layer, kQuery, queries + (joins_heads ? 2 * keys : 0), hidden),
+         .key = read.matrix(layer, kKey, separate, hidden),
+         .value = read.matrix(layer, kValue, separate, hidden),
          .query_norm = {read.vector(at + kQueryNorm, normed_queries), nullptr},
          .key_norm = {read.vector(at + kKeyNorm, normed_keys), nullptr},
-         .output = read.matrix(at + kOutput, hidden, queries),
+         .output = read.matrix(layer, kOutput, hidden, queries),
          .attention_output_norm = {read.vector(at + kAttentionOutputNorm, hidden), nullptr},
          .mlp_norm = read.norm(at + kMlpNorm, hidden, params.norm),
-         .gate = read.matrix(at + kGate, gates, hidden),
-         .up = read.matrix(at + kUp, joins_gate ? 0 : inner, hidden),
-         .down = read.matrix(at + kDown, hidden, inner),
+         .gate = read.matrix(layer, kGate, gates, hidden),
+         .up = read.matrix(layer, kUp, joins_gate ? 0 : inner, hidden),
+         .down = read.matrix(layer, kDown, hidden, inner),
          .mlp_output_norm = {read.vector(at + kMlpOutputNorm, hidden), nullptr},
          .cosines = nullptr,
          .sines = nullptr,

@@ -6,6 +6,7 @@
 
 #include "ops/common/glue.h"
 #include "ops/common/register.h"
+#include "ops/common/weight_codes.h"
 
 #ifndef SPECDEC_EMULATED  // there is no kernel to emulate
 
@@ -40,7 +41,8 @@ void describe_rows(const Argument& argument, const Tensor& input, LinearParams& 
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-              bool many_rows) {
+              bool many_rows, const std::optional<Tensor>& scales,
+              const std::optional<Tensor>& levels) {
   const Argument input_arg(kOp, "input", input), weight_arg(kOp, "weight", weight);
   if (!input.is_cpu()) {
     fail(input_arg.prefix() + " must be on the CPU; elsewhere use torch.nn.functional.linear");
@@ -50,10 +52,15 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   if (input.dim() < 1) fail(input_arg.prefix() + " must be [..., in_features], got shape []");
   input_arg.has_contiguous_rows();
   params.in_features = input.size(input.dim() - 1);
-  weight_arg.has_dtype(dtype_of(input)).has_dim(2, "[out_features, in_features]");
+  weight_arg.has_dim(2, "[out_features, in_features]").is_on_device_of(input_arg);
   params.out_features = weight.size(0);
-  weight_arg.has_shape({params.out_features, params.in_features}, "[out_features, in_features]");
-  weight_arg.is_on_device_of(input_arg).has_contiguous_rows();
+  if (scales) {
+    params.codes = read_codes(weight_arg, weight, Argument(kOp, "scales", *scales), *scales,
+                              read_levels(kOp, levels), params.out_features, params.in_features);
+  } else {
+    weight_arg.has_dtype(dtype_of(input)).has_contiguous_rows();
+    weight_arg.has_shape({params.out_features, params.in_features}, "[out_features, in_features]");
+  }
   if (bias) {
     const Argument bias_arg(kOp, "bias", *bias);
     bias_arg.has_dtype(dtype_of(input)).has_shape({params.out_features}, "[out_features]");

@@ -13,6 +13,7 @@ from helpers.ops.op_cases import generator, two_threads
 
 from specdec_ext import ops
 from specdec_ext.ops.decoder_layers import (
+    LAYER_MATRICES,
     LAYER_TENSORS,
     LLAMA,
     Activation,
@@ -20,6 +21,7 @@ from specdec_ext.ops.decoder_layers import (
     Norm,
     native_form,
 )
+from specdec_ext.ops.quantise import QuantisedWeight
 from specdec_ext.reference.decoder_layers import decoder_layers as reference
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -30,8 +32,7 @@ PARENTS = [-1, 0, 0, 1, 3]
 OUTPUT_NORMS = {"attention_output_norm", "mlp_output_norm"}
 INPUT_NORMS = {"attention_norm", "mlp_norm"}
 HEAD_NORMS = {"query_norm", "key_norm"}
-MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
-BIASES = {f"{name}_bias" for name in MATRICES}
+BIASES = {f"{name}_bias" for name in LAYER_MATRICES}
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def random_case(dtype, name="qwen", *, windows=(0, 4), seed=0, hidden=HIDDEN, in
     for _ in range(LAYERS):
         for each in LAYER_TENSORS:
             size = sizes.get(each) or (sizes.get(each.removesuffix("_bias"), (hidden,))[0],)
-            given = each in (MATRICES if each in MATRICES else built.optional)
+            given = each in (LAYER_MATRICES if each in LAYER_MATRICES else built.optional)
             given = given and each.removesuffix("_bias") not in built.absent
             weights.append(random(*size, scale=size[-1] ** -0.5) if given else random(0))
     weights.append(random(hidden))
@@ -129,6 +130,26 @@ def random_case(dtype, name="qwen", *, windows=(0, 4), seed=0, hidden=HIDDEN, in
         "scale": HEAD_DIM**-0.5,
         "form": built.form,
     }
+
+
+def with_codes(case, names=LAYER_MATRICES):
+    """Half of the layers' matrices ``names`` as codes of 8 bits, the others of 4 bits, in groups."""
+    rng, weights, scales = generator(2), list(case["weights"]), []
+    for layer in range(LAYERS):
+        for i, name in enumerate(LAYER_MATRICES):
+            index = layer * len(LAYER_TENSORS) + LAYER_TENSORS.index(name)
+            if name not in names or not weights[index].numel():
+                scales.append(torch.empty(0))
+                continue
+            outs, ins = weights[index].shape
+            bits = 8 if i % 2 else 4
+            lowest, highest = (-128, 128) if bits == 8 else (0, 16)
+            codes = torch.randint(lowest, highest, (outs, ins), generator=rng)
+            size = torch.rand(outs, 1, generator=rng) / highest / ins**0.5
+            quantised = QuantisedWeight.pack(codes, size, bits=bits)
+            weights[index] = quantised.codes
+            scales.append(quantised.scales)
+    return {**case, "weights": weights, "scales": scales}
 
 
 def prompt_case(dtype, columns, name="qwen"):
@@ -305,6 +326,56 @@ def test_attention_of_a_prompt_has_the_bits_of_a_tree():
     assert torch.equal(ops.decoder_layers(**case).states, expected)
 
 
+@pytest.mark.parametrize(
+    "names", [LAYER_MATRICES, ("key", "gate", "down")], ids=["all", "some matrices"]
+)
+@pytest.mark.parametrize(
+    "make", [random_case, lambda *args: prompt_case(args[0], 40, args[1])], ids=["tree", "prompt"]
+)
+@pytest.mark.parametrize("name", ["qwen", "joined-biases", "neox"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_are_as_accurate_as_torch(dtype, name, make, names):
+    case = with_codes(make(dtype, name), names)
+    exact, plain, ours = copied(case, torch.float64), copied(case), copied(case)
+    exact["scales"] = case["scales"]
+    padded = -1 if case["ancestors"] is None else len(PREFIXES)  # this row begins with padding
+    wanted, torchs = reference(**exact)[0][:, :padded], reference(**plain)[0][:, :padded]
+    actual = ops.decoder_layers(**ours).states[:, :padded].double()
+    unit = torch.finfo(dtype).eps * wanted.abs().max()
+    assert (actual - wanted).abs().max() <= 2 * (torchs.double() - wanted).abs().max() + unit
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_node_does_not_depend_on_the_others_with_codes(dtype):
+    case = with_codes(random_case(dtype))
+    together = ops.decoder_layers(**copied(case)).output
+    for row in range(len(PREFIXES)):
+        alone = copied(case)
+        alone.update(part_of(alone, slice(row, row + 1)))
+        for name in ("ancestors", "prefix_starts", "prefix_lengths"):
+            alone[name] = alone[name][row : row + 1]
+        alone["caches"] = [cache[row : row + 1] for cache in alone["caches"]]
+        assert torch.equal(ops.decoder_layers(**alone).output[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["scales"].pop(), "scales must be empty, or 7 tensors for each of 2 layers, got 13"),
+        (lambda c: c["scales"].__setitem__(3, torch.ones(5, 1)), r"argument scales\[3\] must be contiguous"),
+        (lambda c: c["weights"].__setitem__(2, torch.zeros(24, 20)), r"weights\[2\] with scales must be"),
+        (lambda c: c["weights"].__setitem__(10, torch.zeros(20, 5, dtype=torch.int8)),
+            r"weights\[10\] must be \[outs, ins\] = \[20, 24\], got shape \[20, 5\]"),
+        (lambda c: c.__setitem__("levels", torch.zeros(3)), r"levels must be \[16\]"),
+    ],
+)  # fmt: skip
+def test_rejects_codes_that_do_not_fit(change, message):
+    case = with_codes(random_case(torch.float32))
+    change(case)
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**case)
+
+
 def test_rows_may_share_their_rotations():
     case = random_case(torch.float32, "gemma")
     first = {name: [table[:1] for table in case[name]] for name in ("cosines", "sines")}
@@ -335,7 +406,7 @@ def test_opcheck(make):
     form = native_form(case.pop("form"), LAYERS)
     torch.library.opcheck(
         torch.ops.specdec.decoder_layers.default,
-        (*case.values(), *form),
+        (*case.values(), [], None, *form),
         test_utils=("test_schema", "test_faketensor"),
     )
 

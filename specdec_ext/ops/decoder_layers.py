@@ -38,6 +38,9 @@ LAYER_TENSORS = (
     "mlp_output_norm",
 )
 
+# The matrices among them, in the order of their scales.
+LAYER_MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+
 
 # The order of both enumerations is that of csrc/include/specdec/decoder_form.h.
 class Norm(IntEnum):
@@ -118,6 +121,8 @@ def decoder_layers(
     head_dim: int,
     eps: float,
     scale: float,
+    scales: Sequence[Tensor] = (),
+    levels: Tensor | None = None,
     form: DecoderForm = LLAMA,
 ) -> DecoderStates:
     """Run the layers of a decoder, which attend over draft trees, and the final norm.
@@ -141,7 +146,7 @@ def decoder_layers(
             ``down(activation(up(x)))``. If ``key`` and ``value`` are empty, ``query`` has the rows of all
             three; if ``up`` is empty, ``gate`` has the rows of both. ``query_norm`` and ``key_norm`` are
             ``[head_dim]``, or over all heads of queries and of keys. Only ``LayerNorm`` has a bias. Weights
-            are not copied.
+            are not copied. A matrix may be the codes of a :class:`QuantisedWeight`.
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
         windows: the window of each layer as for ``tree_attention``, 0 for none.
@@ -154,6 +159,9 @@ def decoder_layers(
         head_dim: dimension of queries, keys and values.
         eps: epsilon of all norms.
         scale: factor of the dot products.
+        scales: the scales of ``LAYER_MATRICES`` of each layer, empty tensors for matrices that are no codes;
+            nothing if none is.
+        levels: the levels of all codes of 4 bits.
         form: what else the layers compute.
 
     Raises:
@@ -174,6 +182,8 @@ def decoder_layers(
             head_dim,
             eps,
             scale,
+            scales,
+            levels,
             *native_form(form, len(windows)),
         )
     )

@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 from specdec_ext.ops import _library
+from specdec_ext.ops.quantise import QuantisedWeight
 
 
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_rows: bool = False
+    input: Tensor,
+    weight: Tensor | QuantisedWeight,
+    bias: Tensor | None = None,
+    *,
+    many_rows: bool = False,
 ) -> Tensor:
     """``input @ weight.T + bias``, where the bits of each row do not depend on the other rows.
 
@@ -21,22 +26,26 @@ def linear(
     AVX2 and AVX-512 give the same bits, except that processors with ``avx512_bf16`` treat subnormal bfloat16
     numbers and partial sums as zero.
 
+    The product with a quantised weight is that of ``input.float()`` with ``weight.dequantise()``, bit for bit.
+
     Args:
         input: ``[..., in_features]`` float32 or bfloat16; the last dimension is contiguous, and the others
             have at most two independent strides.
-        weight: ``[out_features, in_features]`` of the same dtype, the last dimension contiguous. It is not
-            copied or packed.
+        weight: ``[out_features, in_features]`` of the same dtype, the last dimension contiguous; or a
+            :class:`QuantisedWeight` of this shape. It is not copied or packed.
         bias: ``[out_features]`` of the same dtype, contiguous, or None.
         many_rows: sum in the order for many rows (a prompt), which is the faster one from about 32 rows on.
 
     Returns:
         ``[..., out_features]`` contiguous.
     """
+    if isinstance(weight, QuantisedWeight):
+        return _library.native.linear(
+            input, weight.codes, bias, many_rows, weight.scales, weight.levels
+        )
     return _library.native.linear(input, weight, bias, many_rows)
 
 
 @torch.library.register_fake("specdec::linear")
-def _linear_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, many_rows: bool = False
-) -> Tensor:
+def _linear_fake(input: Tensor, weight: Tensor, *_: object) -> Tensor:
     return input.new_empty(*input.shape[:-1], weight.shape[0])

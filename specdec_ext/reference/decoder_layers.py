@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.ops.decoder_layers import LAYER_TENSORS, LLAMA, Activation, DecoderForm, Norm
+from specdec_ext.ops.decoder_layers import (
+    LAYER_MATRICES,
+    LAYER_TENSORS,
+    LLAMA,
+    Activation,
+    DecoderForm,
+    Norm,
+)
+from specdec_ext.ops.quantise import QuantisedWeight
 from specdec_ext.reference.tree_attention import tree_attention
 
 
@@ -26,6 +34,8 @@ def decoder_layers(
     head_dim: int,
     eps: float,
     scale: float,
+    scales: Sequence[Tensor] = (),
+    levels: Tensor | None = None,
     form: DecoderForm = LLAMA,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of :func:`specdec_ext.ops.decoder_layers`, in any floating dtype."""
@@ -50,8 +60,15 @@ def decoder_layers(
         factor = weight.to(wide.dtype) + (1 if form.norm == Norm.RMS_OFFSET else 0)
         return (normed * factor).to(x.dtype)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(x, weight, bias if bias.numel() else None)
+    def linear(x: Tensor, name: str) -> Tensor:
+        weight, bias = own[name], own[f"{name}_bias"]
+        codes = own_scales.get(name)
+        if codes is None or not codes.numel():
+            return F.linear(x, weight, bias if bias.numel() else None)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        table = levels if weight.dtype == torch.uint8 else None
+        expanded = QuantisedWeight(weight, codes, x.shape[-1], table).dequantise(wide)
+        return F.linear(x.to(wide), expanded, bias.to(wide) if bias.numel() else None).to(x.dtype)
 
     def activation(x: Tensor) -> Tensor:
         if form.activation == Activation.SILU:
@@ -72,28 +89,22 @@ def decoder_layers(
             x = torch.cat([(x * cosine + turned * sine).to(rest.dtype), rest], dim=-1)
         return x.transpose(1, 2)
 
-    def projected(x: Tensor, own: dict[str, Tensor], keys: int) -> Sequence[Tensor]:
+    def projected(x: Tensor, keys: int) -> Sequence[Tensor]:
         """Queries, keys and values, ``[batch, nodes, heads * head_dim]``."""
-        parts = ("query", "key", "value")
         if own["key"].numel():
-            return [linear(x, own[name], own[f"{name}_bias"]) for name in parts]
-        joined = linear(x, own["query"], own["query_bias"])
+            return [linear(x, name) for name in ("query", "key", "value")]
+        joined = linear(x, "query")
         if form.interleaved:
             by_head = joined.unflatten(-1, (-1, 3, head_dim))
             return [part.flatten(-2) for part in by_head.unbind(-2)]
         return joined.split([joined.shape[-1] - 2 * keys, keys, keys], dim=-1)
 
-    def mlp(x: Tensor, own: dict[str, Tensor]) -> Tensor:
+    def mlp(x: Tensor) -> Tensor:
         if not own["gate"].numel():
-            inner = activation(linear(x, own["up"], own["up_bias"]))
-        else:
-            gate, up = linear(x, own["gate"], own["gate_bias"]), own["up"]
-            if up.numel():
-                inner = activation(gate) * linear(x, up, own["up_bias"])
-            else:
-                gate, up = gate.chunk(2, dim=-1)
-                inner = activation(gate) * up
-        return linear(inner, own["down"], own["down_bias"])
+            return linear(activation(linear(x, "up")), "down")
+        gate = linear(x, "gate")
+        gate, up = (gate, linear(x, "up")) if own["up"].numel() else gate.chunk(2, dim=-1)
+        return linear(activation(gate) * up, "down")
 
     def added(hidden: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return hidden + norm(x, weight) * form.residual_scale
@@ -102,10 +113,12 @@ def decoder_layers(
     for layer, window in enumerate(windows):
         first = layer * len(LAYER_TENSORS)
         own = dict(zip(LAYER_TENSORS, weights[first : first + len(LAYER_TENSORS)], strict=True))
+        chosen = scales[layer * len(LAYER_MATRICES) :]
+        own_scales = dict(zip(LAYER_MATRICES, chosen, strict=False))
         keys, values = caches[2 * layer : 2 * layer + 2]
         table = form.tables[layer] if form.tables else 0
         x = norm(hidden, own["attention_norm"], own["attention_norm_bias"])
-        query, key, value = projected(x, own, keys.shape[1] * head_dim)
+        query, key, value = projected(x, keys.shape[1] * head_dim)
         keys[:, :, start : start + nodes] = heads(key, own["key_norm"], table)
         values[:, :, start : start + nodes] = heads(value, value.new_empty(0), -1)
         attended = tree_attention(
@@ -121,14 +134,14 @@ def decoder_layers(
             window=window,
             softcap=form.softcap,
         )
-        attention = linear(attended.reshape(batch, nodes, -1), own["output"], own["output_bias"])
+        attention = linear(attended.reshape(batch, nodes, -1), "output")
         if form.parallel:
             x = norm(hidden, own["mlp_norm"], own["mlp_norm_bias"])
-            hidden = mlp(x, own) + attention + hidden
+            hidden = mlp(x) + attention + hidden
         else:
             hidden = added(hidden, attention, own["attention_output_norm"])
             x = norm(hidden, own["mlp_norm"], own["mlp_norm_bias"])
-            hidden = added(hidden, mlp(x, own), own["mlp_output_norm"])
+            hidden = added(hidden, mlp(x), own["mlp_output_norm"])
         states.append(hidden)
     return torch.stack(states), norm(hidden, *weights[-2:])
 

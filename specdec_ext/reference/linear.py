@@ -2,7 +2,8 @@
 
 Each of 16 lanes adds every 16th element of ``in_features`` (in bfloat16 every 16th pair, the second element
 of the pair first) with fused multiply-add. The lanes are then added as a binary tree. With ``many_rows``,
-there is one lane for each block of 256 elements, and the lanes are added one after the other.
+there is one lane for each block of 256 elements, and the lanes are added one after the other. Codes are
+first expanded to float32 weights, and multiplied in the order of float32.
 
 Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to
 float32. These two roundings differ from one about once in 2^29 operations.
@@ -15,14 +16,25 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from specdec_ext.ops.quantise import QuantisedWeight
+
 LANES = 16
 BLOCK = 256  # elements
 
 
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_rows: bool = False
+    input: Tensor,
+    weight: Tensor | QuantisedWeight,
+    bias: Tensor | None = None,
+    *,
+    many_rows: bool = False,
 ) -> Tensor:
     """Arguments and output of ``specdec_ext.ops.linear``; float64 arguments are summed in float64."""
+    if isinstance(weight, QuantisedWeight):
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        bias = None if bias is None else bias.to(wide)
+        product = linear(input.to(wide), weight.dequantise(wide), bias, many_rows=many_rows)
+        return product.to(input.dtype)
     per_lane = 2 if input.dtype == torch.bfloat16 else 1
     if many_rows:
         inputs, weights = (_steps(tensor, 1, per_lane) for tensor in (input, weight))

@@ -16,6 +16,9 @@
 //   bfloat16: elements 1, 0, 3, 2, ... (in_features is padded with a zero to pairs)
 //
 // In both, the bias is added to the sum, which is rounded once.
+//
+// Instead of weights, a matrix may have codes of 8 or 4 bits. The weight of a code is the float32
+// code * scale + offset, rounded once; the inputs become float32, and the order is that of float32.
 #pragma once
 
 #include <span>
@@ -24,6 +27,22 @@
 #include "specdec/core/parallel.h"
 
 namespace specdec {
+
+// What the codes of a matrix stand for. Codes of 8 bits are int8 [outs, ins]. Codes of 4 bits are
+// unsigned, in blocks of kCodeBlock inputs: byte l of a block has input l in its low half and input
+// 16 + l in its high half. Each group of inputs of an output has a scale.
+struct WeightCodes {
+  int bits;              // 8 or 4; 0: the matrix has weights
+  const void* scales;    // [outs, groups] contiguous
+  FloatType scale_type;  // float32 or bfloat16
+  bool has_offsets;      // scales is [outs, groups, 2]: a scale and an offset
+  int64_t groups;
+  int64_t group_size;   // inputs; a multiple of kCodeBlock if there are several groups
+  const float* levels;  // [16] the numbers that codes of 4 bits stand for. Null: 0 to 15, or
+                        // -8 to 7 without offsets
+};
+
+constexpr int64_t kCodeBlock = 32;
 
 struct LinearParams {
   FloatType type;  // float32 or bfloat16, of input, weight, bias and output
@@ -34,8 +53,9 @@ struct LinearParams {
   int64_t outer_stride;
   int64_t inner_stride;
   const void* weight;     // [out_features, in_features], last dimension contiguous
-  int64_t weight_stride;  // elements
-  const void* bias;       // [out_features] contiguous, or null
+  int64_t weight_stride;  // elements; bytes for codes
+  WeightCodes codes;
+  const void* bias;  // [out_features] contiguous, or null
   int64_t rows;
   int64_t in_features;
   int64_t out_features;
@@ -48,8 +68,8 @@ struct LinearParams {
 
 namespace cpu {
 void linear(const LinearParams& params, const ParallelFor& parallel_for);
-// Several weights with the same input, of which all products have the same description: one
-// parallel loop.
+// Several weights with the same input, of which all products have the same description but for
+// codes: one parallel loop, or one for each run of products with and without codes.
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for);
 }  // namespace cpu
 

@@ -149,6 +149,8 @@ class DirectPass:
             self.head_dim,
             self.eps,
             self.scale,
+            (),  # no codes
+            None,
             self.form,
         )
         scored = output if kept is None else output[:, kept]

@@ -10,7 +10,8 @@
 //                                               becomes the float32 in row 2 j, the first in 2 j + 1
 //
 // Inputs and weights are rows of words of four bytes: a float32 or two bfloat16. What is multiplied
-// are words, or the two bfloat16 of a word as float32 if the format does not multiply pairs.
+// are words, or the two bfloat16 of a word as float32 if the format does not multiply pairs. Codes
+// (codes_kernel.h) and their inputs become float32 first.
 //
 // Loops, outermost first: groups of kGroupOuts weight rows, blocks of in_features (linear.h), panels
 // of kOuts weight rows, blocks of input rows. A panel's block of in_features is transposed into L1
@@ -24,7 +25,8 @@ namespace specdec::cpu {
 
 constexpr int64_t kTransposed = 8;
 
-template <class F, class Source>
+// `Source` is the type of weights and packed inputs, `Stored` that of inputs, biases and outputs.
+template <class F, class Source, class Stored, bool kHasCodes>
 class ManyRowsKernel {
  public:
   static int64_t packed_size(int64_t rows, int64_t ins) {
@@ -37,7 +39,7 @@ class ManyRowsKernel {
                                                 float* packed) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t row = first_row + r;
-      const Source* input = static_cast<const Source*>(params.input) +
+      const Stored* input = static_cast<const Stored*>(params.input) +
                             row / params.inner_rows * params.outer_stride +
                             row % params.inner_rows * params.inner_stride;
       for (int64_t first = 0; first < num_words(params.in_features); first += kWords) {
@@ -88,10 +90,16 @@ class ManyRowsKernel {
   static int64_t num_words(int64_t ins) { return (ins + kPerWord - 1) / kPerWord; }
 
   // Copies words [first, first + kWords) of a row; zeros follow its last element.
-  SPECDEC_LINEAR_INLINE static void copy_words(const Source* row, int64_t ins, int64_t first,
+  template <class T>
+  SPECDEC_LINEAR_INLINE static void copy_words(const T* row, int64_t ins, int64_t first,
                                                float* words) {
-    const int64_t begin = first * kPerWord, bytes = std::min(kBlock, ins - begin) * sizeof(Source);
-    std::memcpy(words, row + begin, bytes);
+    const int64_t begin = first * kPerWord, count = std::min(kBlock, ins - begin);
+    const int64_t bytes = count * sizeof(Source);
+    if constexpr (std::is_same_v<T, Source>) {
+      std::memcpy(words, row + begin, bytes);
+    } else {
+      for (int64_t i = 0; i < count; ++i) words[i] = to_float(row[begin + i]);
+    }
     std::memset(reinterpret_cast<std::byte*>(words) + bytes, 0, kWords * sizeof(float) - bytes);
   }
 
@@ -132,11 +140,18 @@ class ManyRowsKernel {
     const int64_t next = kOuts * params.weight_stride / kPerWord;
     for (int64_t i = 0; i < kOuts; i += kTransposed) {
       const float* rows[kTransposed];
+      if constexpr (kHasCodes) {
+        const int64_t outs = std::clamp<int64_t>(end - out - i, 0, kTransposed);
+        std::fill_n(copied[outs], (kTransposed - outs) * kWords, 0.0f);
+        CodesKernel<F>::expand({params, out + i, outs, first, words, kOuts * params.weight_stride},
+                               copied[0], kWords);
+      }
       for (int64_t j = 0; j < kTransposed; ++j) {
         const int64_t row_out = out + i + j;
+        rows[j] = copied[j];
+        if constexpr (kHasCodes) continue;
         const Source* row =
             static_cast<const Source*>(params.weight) + row_out * params.weight_stride;
-        rows[j] = copied[j];
         if (row_out >= end) {
           std::fill_n(copied[j], kWords, 0.0f);
         } else if (is_whole) {
@@ -147,7 +162,7 @@ class ManyRowsKernel {
       }
       for (int64_t word = 0; word < words; word += kTransposed) {
         // Prefetches the next panel: the hardware prefetcher restarts with each row.
-        if (word % kLineWords == 0) {
+        if (!kHasCodes && word % kLineWords == 0) {
           SPECDEC_UNROLL for (int64_t j = 0; j < kTransposed; ++j) {
             __builtin_prefetch(rows[j] + word + next, 0, 2);
           }
@@ -204,18 +219,18 @@ class ManyRowsKernel {
       float bias[kOuts] = {};
       if (params.bias) {
         for (int64_t i = 0; i < count; ++i) {
-          bias[i] = to_float(static_cast<const Source*>(params.bias)[panel_out + i]);
+          bias[i] = to_float(static_cast<const Stored*>(params.bias)[panel_out + i]);
         }
       }
       const float* panel_sums = sums + (panel_out - out) * pass.rows;
       for (int64_t r = 0; r < pass.rows; ++r) {
-        Source* output = static_cast<Source*>(params.output) +
+        Stored* output = static_cast<Stored*>(params.output) +
                          (pass.first_row + r) * params.output_stride + panel_out;
-        Source rounded[kOuts];
+        Stored rounded[kOuts];
         for (int64_t i = 0; i < kOuts; ++i) {
           from_float(panel_sums[r * kOuts + i] + bias[i], rounded + i);
         }
-        std::memcpy(output, rounded, count * sizeof(Source));
+        std::memcpy(output, rounded, count * sizeof(Stored));
       }
     }
   }
@@ -224,9 +239,29 @@ class ManyRowsKernel {
 // The products with the format F, and for many rows with the format Many, of the same elements.
 template <class F, class Many>
 Products products_with() {
-  using ManyRows = ManyRowsKernel<Many, typename F::Element>;
-  return {F::kMaxRows,           LinearKernel<F>::run,  PanelKernel<F>::run,
-          ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
+  using Element = typename F::Element;
+  using ManyRows = ManyRowsKernel<Many, Element, Element, false>;
+  return {F::kMaxRows,           LinearKernel<F, Element, false>::run,
+          PanelKernel<F>::run,   ManyRows::packed_size,
+          ManyRows::pack_inputs, ManyRows::run};
+}
+
+// The products of codes with the format F of float32, for inputs and outputs of a type.
+template <class F, class Stored>
+Products products_of_codes() {
+  using ManyRows = ManyRowsKernel<F, float, Stored, true>;
+  return {F::kMaxRows,
+          LinearKernel<F, Stored, true>::run,
+          nullptr,
+          ManyRows::packed_size,
+          ManyRows::pack_inputs,
+          ManyRows::run};
+}
+
+template <class F>
+Products products_of_codes(FloatType type) {
+  return type == FloatType::kFloat32 ? products_of_codes<F, float>()
+                                     : products_of_codes<F, BFloat16>();
 }
 
 }  // namespace specdec::cpu

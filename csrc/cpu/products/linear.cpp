@@ -23,18 +23,31 @@ int64_t num_steps(int64_t row_bytes) {
   return std::max<int64_t>(1, (row_bytes + kStepBytes - 1) / kStepBytes);
 }
 
+// Returns an input row in the type of packed inputs, in `converted` if it is not stored in it.
+const std::byte* packed_row(const LinearParams& params, int64_t row,
+                            std::vector<float>& converted) {
+  const int64_t offset =
+      row / params.inner_rows * params.outer_stride + row % params.inner_rows * params.inner_stride;
+  if (packed_type(params) == params.type) {
+    return static_cast<const std::byte*>(params.input) + offset * element_size(params.type);
+  }
+  const BFloat16* input = static_cast<const BFloat16*>(params.input) + offset;
+  converted.resize(params.in_features);
+  for (int64_t i = 0; i < params.in_features; ++i) converted[i] = to_float(input[i]);
+  return reinterpret_cast<const std::byte*>(converted.data());
+}
+
 // Copies inputs into the order that LinearPass describes.
 void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t block_rows,
-          int64_t element_size, std::vector<Step>& packed) {
-  const int64_t row_bytes = params.in_features * element_size;
+          std::vector<Step>& packed) {
+  thread_local std::vector<float> converted;
+  const int64_t row_bytes = params.in_features * element_size(packed_type(params));
   const int64_t steps = num_steps(row_bytes);
   if (packed.size() < static_cast<size_t>(rows * steps)) packed.resize(rows * steps);
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t row = first_row + r, first = r / block_rows * block_rows;
+    const int64_t first = r / block_rows * block_rows;
     const int64_t stride = std::min(block_rows, rows - first);
-    const int64_t offset = row / params.inner_rows * params.outer_stride +
-                           row % params.inner_rows * params.inner_stride;
-    const std::byte* input = static_cast<const std::byte*>(params.input) + offset * element_size;
+    const std::byte* input = packed_row(params, first_row + r, converted);
     Step* target = packed.data() + first * steps + (r - first);
     for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
       std::memcpy(target[step * stride].bytes, input + step * kStepBytes, kStepBytes);
@@ -51,21 +64,17 @@ void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t b
 template <typename Compute>
 void for_each_pass(const LinearParams& params, int64_t max_rows, const Compute& compute) {
   thread_local std::vector<Step> packed;
-  const int64_t bytes = element_size(params.type);
-  const int64_t steps = num_steps(params.in_features * bytes);
+  const int64_t steps = num_steps(params.in_features * element_size(packed_type(params)));
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);
     const int64_t block_rows = even_part(rows, max_rows);
-    pack(params, row, rows, block_rows, bytes, packed);
+    pack(params, row, rows, block_rows, packed);
     compute(LinearPass{params, row, rows, block_rows, steps, packed.data()->bytes});
   }
 }
 
-}  // namespace
-
-void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
-  if (products[0].many_rows) return many_rows_linears(products, parallel_for);
-  const Products code = cpu::products(products[0].type);
+void few_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
+  const Products code = cpu::products(products[0].type, has_codes(products[0]));
   const int64_t tiles = num_parts(products, kTileOuts);
   for_each_pass(products[0], code.max_rows, [&](const LinearPass& pass) {
     parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.rows),
@@ -78,6 +87,18 @@ void linears(std::span<const LinearParams> products, const ParallelFor& parallel
                                  });
                  });
   });
+}
+
+}  // namespace
+
+void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
+  while (!products.empty()) {
+    size_t count = 1;
+    while (count < products.size() && has_codes(products[count]) == has_codes(products[0])) ++count;
+    const auto run = products.first(count);
+    run[0].many_rows ? many_rows_linears(run, parallel_for) : few_rows_linears(run, parallel_for);
+    products = products.subspan(count);
+  }
 }
 
 void linear(const LinearParams& params, const ParallelFor& parallel_for) {

@@ -72,6 +72,37 @@ struct Float32 : Avx512 {
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm512_fmadd_ps(w, x, sums);
   }
+
+  SPECDEC_LINEAR_INLINE static __m128i load_bytes(const void* codes) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(codes));
+  }
+  SPECDEC_LINEAR_INLINE static void store_weights(__m512 numbers, float scale, float offset,
+                                                  float* out) {
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(offset)));
+  }
+  SPECDEC_LINEAR_INLINE static void expand_bytes(const int8_t* codes, float scale, float offset,
+                                                 float* out) {
+    SPECDEC_UNROLL for (int64_t i = 0; i < kCodeBlock; i += kLanes) {
+      const __m512i wide = _mm512_cvtepi8_epi32(load_bytes(codes + i));
+      store_weights(_mm512_cvtepi32_ps(wide), scale, offset, out + i);
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void expand_nibbles(const uint8_t* codes, float scale, float offset,
+                                                   float* out) {
+    const __m512i wide = _mm512_cvtepu8_epi32(load_bytes(codes));
+    const __m512i low = _mm512_and_si512(wide, _mm512_set1_epi32(15));
+    store_weights(_mm512_cvtepi32_ps(low), scale, offset, out);
+    store_weights(_mm512_cvtepi32_ps(_mm512_srli_epi32(wide, 4)), scale, offset, out + kLanes);
+  }
+  // permutexvar reads the low four bits of each index.
+  SPECDEC_LINEAR_INLINE static void expand_levels(const uint8_t* codes, const float* levels,
+                                                  float scale, float offset, float* out) {
+    const __m512i wide = _mm512_cvtepu8_epi32(load_bytes(codes));
+    const __m512 table = _mm512_loadu_ps(levels);
+    store_weights(_mm512_permutexvar_ps(wide, table), scale, offset, out);
+    store_weights(_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table), scale, offset,
+                  out + kLanes);
+  }
 };
 
 SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
@@ -126,7 +157,8 @@ struct BFloat16Split : Avx512 {
 
 }  // namespace
 
-Products products_avx512(FloatType type) {
+Products products_avx512(FloatType type, bool has_codes) {
+  if (has_codes) return products_of_codes<Float32>(type);
   if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
   return cpu_has_avx512_bf16() ? products_with<BFloat16Dot, BFloat16Dot>()
                                : products_with<BFloat16Split, Float32>();

@@ -40,7 +40,8 @@ struct ManyRowsPass {
   const float* inputs;
 };
 
-// The products of one element type on one instruction set.
+// The products of one element type on one instruction set. With codes, which are float32 weights to
+// the loops, inputs are packed as float32.
 struct Products {
   int64_t max_rows;  // of a block of a LinearPass
   // Writes the pass's rows of output[:, first_out:end_out].
@@ -58,13 +59,21 @@ struct Products {
   void (*many_rows)(const ManyRowsPass& pass, int64_t first_out, int64_t end_out);
 };
 
-// `type` is float32 or bfloat16.
-Products products_baseline(FloatType type);
-Products products_avx2(FloatType type);
-Products products_avx512(FloatType type);
+// `type` is float32 or bfloat16. There are no panels of codes.
+Products products_baseline(FloatType type, bool has_codes);
+Products products_avx2(FloatType type, bool has_codes);
+Products products_avx512(FloatType type, bool has_codes);
 
-inline Products products(FloatType type) {
-  return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type);
+inline Products products(FloatType type, bool has_codes) {
+  return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type,
+                                                                                       has_codes);
+}
+
+inline bool has_codes(const LinearParams& params) { return params.codes.bits != 0; }
+
+// The type of packed inputs.
+inline FloatType packed_type(const LinearParams& params) {
+  return has_codes(params) ? FloatType::kFloat32 : params.type;
 }
 
 // The number of parts for which a thread pays, if a part multiplies `rows` input rows with `outs`

@@ -94,6 +94,27 @@ struct Portable {
     }
   }
 
+  SPECDEC_LINEAR_INLINE static void expand_bytes(const int8_t* codes, float scale, float offset,
+                                                 float* out) {
+    for (int64_t i = 0; i < kCodeBlock; ++i) {
+      out[i] = exact_fma(static_cast<float>(codes[i]), scale, offset);
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void expand_nibbles(const uint8_t* codes, float scale, float offset,
+                                                   float* out) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      out[i] = exact_fma(static_cast<float>(codes[i] & 15), scale, offset);
+      out[kLanes + i] = exact_fma(static_cast<float>(codes[i] >> 4), scale, offset);
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void expand_levels(const uint8_t* codes, const float* levels,
+                                                  float scale, float offset, float* out) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      out[i] = exact_fma(levels[codes[i] & 15], scale, offset);
+      out[kLanes + i] = exact_fma(levels[codes[i] >> 4], scale, offset);
+    }
+  }
+
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
     for (int i = 0; i < 4; ++i) {
       Vector v = four[i][0];
@@ -107,7 +128,8 @@ struct Portable {
 
 }  // namespace
 
-Products products_baseline(FloatType type) {
+Products products_baseline(FloatType type, bool has_codes) {
+  if (has_codes) return products_of_codes<Portable<float>>(type);
   return type == FloatType::kFloat32 ? products_with<Portable<float>, Portable<float>>()
                                      : products_with<Portable<BFloat16>, Portable<float>>();
 }
