@@ -55,8 +55,8 @@ def _gptq(
     """Read GPTQ's tensors.
 
     Args:
-        less_one: whether zero points are stored less one, as in files of the format "gptq", or as they are, as
-            in "gptq_v2".
+        less_one: whether zero points are stored less one, as in files of the format "gptq", or as they are,
+            as in "gptq_v2".
         qweight: ``[ins / words, outs]``, where a word holds ``words = 32 / bits`` inputs.
         qzeros: ``[groups, outs / words]``.
         scales: ``[groups, outs]``.
