@@ -1,5 +1,7 @@
 // CPU op decoder_layers: a layer has four loops of products (queries, keys and values in one; gate
 // and up in one), attention, and row by row arithmetic between them. The weights are not copied.
+// Matrices that a model has joined are multiplied at once, and the parts of each row are read where
+// they are.
 #include "specdec/decoder_layers.h"
 
 #include <algorithm>
@@ -21,6 +23,24 @@ struct Buffers {
   FloatBuffer rotated;    // [count, heads * head_dim] or [count, intermediate]
   FloatBuffer heads;      // [count, heads * head_dim]
   FloatBuffer added;      // [count, hidden]
+  FloatBuffer attended;   // [count, hidden], only if layers are parallel
+};
+
+// Vectors of each node in a buffer; strides in bytes.
+struct Parts {
+  std::byte* data;
+  int64_t node_stride;
+  int64_t stride;
+
+  std::byte* at(int64_t node, int64_t part) const {
+    return data + node * node_stride + part * stride;
+  }
+};
+
+struct Heads {
+  Parts queries;
+  Parts keys;
+  Parts values;
 };
 
 class Layers {
@@ -37,19 +57,33 @@ class Layers {
         rotated_(
             room(buffers.rotated, std::max(params.heads * params.head_dim, params.intermediate))),
         heads_(room(buffers.heads, params.heads * params.head_dim)),
-        added_(room(buffers.added, params.hidden)) {}
+        added_(room(buffers.added, params.hidden)),
+        attended_(room(buffers.attended, params.parallel ? params.hidden : 0)) {}
 
   void run() {
     const void* input = params_.input;
     std::byte* state = static_cast<std::byte*>(params_.states);
     for (const DecoderLayer& layer : params_.layers) {
       std::memcpy(state, input, params_.count() * params_.hidden * size_);
-      attend(layer, state);
-      feed_forward(layer, state);
+      if (params_.parallel) {
+        attend(layer, state, attended_);
+        feed_forward(layer, state, added_);
+        add({}, attended_, added_);
+        add({}, added_, state);
+      } else {
+        attend(layer, state, added_);
+        add(layer.attention_output_norm, added_, state);
+        feed_forward(layer, state, added_);
+        add(layer.mlp_output_norm, added_, state);
+      }
       input = state;
       state += params_.count() * params_.hidden * size_;
     }
-    norm(params_.final_norm, input, params_.output);
+    for_each(params_.hidden, [&](int64_t i) {
+      const int64_t row = i * params_.hidden * size_;
+      norm(params_.final_norm, params_.hidden, static_cast<const std::byte*>(input) + row,
+           static_cast<std::byte*>(params_.output) + row);
+    });
   }
 
  private:
@@ -66,12 +100,35 @@ class Layers {
     });
   }
 
-  void norm(const void* weight, const void* x, void* out) const {
-    const int64_t bytes = params_.hidden * size_;
+  ModuleNorm module_norm(const DecoderNorm& norm) const {
+    return {params_.norm, norm.weight, norm.bias, params_.eps};
+  }
+
+  void norm(const DecoderNorm& norm, int64_t count, const std::byte* x, std::byte* out) const {
+    rows_.module_norm(params_.type, x, module_norm(norm), count, out);
+  }
+
+  // The input of the products that follow this norm.
+  const std::byte* normed(const DecoderNorm& weights, const std::byte* state) const {
+    if (weights.weight == nullptr) return state;
     for_each(params_.hidden, [&](int64_t i) {
-      rows_.module_norm(params_.type, static_cast<const std::byte*>(x) + i * bytes,
-                        {weight, params_.eps}, params_.hidden,
-                        static_cast<std::byte*>(out) + i * bytes);
+      const int64_t row = i * params_.hidden * size_;
+      norm(weights, params_.hidden, state + row, normed_ + row);
+    });
+    return normed_;
+  }
+
+  // state += norm(added) * residual_scale; norms `added` in place.
+  void add(const DecoderNorm& weights, std::byte* added, std::byte* state) const {
+    for_each(params_.hidden, [&](int64_t i) {
+      const int64_t row = i * params_.hidden * size_;
+      if (weights.weight != nullptr) norm(weights, params_.hidden, added + row, added + row);
+      if (params_.residual_scale == 1.0f) {
+        rows_.add(params_.type, added + row, params_.hidden, state + row);
+      } else {
+        rows_.module_add(params_.type, added + row, params_.residual_scale, params_.hidden,
+                         state + row);
+      }
     });
   }
 
@@ -94,52 +151,63 @@ class Layers {
             .many_rows = params_.ancestors == nullptr};
   }
 
-  // state += input Wm
-  void add_product(const DecoderMatrix& matrix, const void* input, int64_t ins, std::byte* state) {
-    linear(product(matrix, input, ins, added_), parallel_for_);
-    const int64_t bytes = params_.hidden * size_;
-    for_each(params_.hidden, [&](int64_t i) {
-      rows_.add(params_.type, added_ + i * bytes, params_.hidden, state + i * bytes);
-    });
+  // Multiplies by the matrices of queries, keys and values.
+  Heads project(const DecoderLayer& layer, const std::byte* input) const {
+    const int64_t hidden = params_.hidden, head = params_.head_dim * size_;
+    const int64_t queries = params_.heads * head, keys = params_.kv_heads * head;
+    if (layer.key.weight == nullptr) {
+      linear(product(layer.query, input, hidden, projected_), parallel_for_);
+      const int64_t row = queries + 2 * keys, step = params_.interleaved ? 3 * head : head;
+      const int64_t key = params_.interleaved ? head : queries;
+      const int64_t value = params_.interleaved ? 2 * head : queries + keys;
+      return {
+          {projected_, row, step}, {projected_ + key, row, step}, {projected_ + value, row, step}};
+    }
+    std::byte* key = projected_ + params_.count() * queries;
+    std::byte* value = key + params_.count() * keys;
+    const std::array products{product(layer.query, input, hidden, projected_),
+                              product(layer.key, input, hidden, key),
+                              product(layer.value, input, hidden, value)};
+    linears(products, parallel_for_);
+    return {{projected_, queries, head}, {key, keys, head}, {value, keys, head}};
   }
 
-  void attend(const DecoderLayer& layer, std::byte* state) {
-    const int64_t hidden = params_.hidden, count = params_.count();
-    norm(layer.input_norm, state, normed_);
-    std::byte* keys = projected_ + count * layer.query.outs * size_;
-    std::byte* values = keys + count * layer.key.outs * size_;
-    const std::array products{product(layer.query, normed_, hidden, projected_),
-                              product(layer.key, normed_, hidden, keys),
-                              product(layer.value, normed_, hidden, values)};
-    linears(products, parallel_for_);
-    for_each(layer.query.outs + 2 * layer.key.outs, [&](int64_t i) {
-      rotate(i, layer.query_norm, params_.heads, projected_, [&](int64_t head) {
-        return rotated_ + (i * params_.heads + head) * params_.head_dim * size_;
-      });
-      rotate(i, layer.key_norm, params_.kv_heads, keys,
+  // out = attention(norm(state)) Wo
+  void attend(const DecoderLayer& layer, const std::byte* state, std::byte* out) const {
+    const Heads heads = project(layer, normed(layer.attention_norm, state));
+    const int64_t head_bytes = params_.head_dim * size_;
+    for_each((params_.heads + 2 * params_.kv_heads) * params_.head_dim, [&](int64_t i) {
+      rotate(i, layer, layer.query_norm, params_.heads, heads.queries,
+             [&](int64_t head) { return rotated_ + (i * params_.heads + head) * head_bytes; });
+      rotate(i, layer, layer.key_norm, params_.kv_heads, heads.keys,
              [&](int64_t head) { return place(layer.keys, i, head); });
       for (int64_t head = 0; head < params_.kv_heads; ++head) {
-        std::memcpy(place(layer.values, i, head),
-                    values + (i * params_.kv_heads + head) * params_.head_dim * size_,
-                    params_.head_dim * size_);
+        std::memcpy(place(layer.values, i, head), heads.values.at(i, head), head_bytes);
       }
     });
     tree_attention(decoder_attention(params_, layer, params_.start, rotated_, heads_),
                    parallel_for_);
-    add_product(layer.output, heads_, layer.query.outs, state);
+    linear(product(layer.output, heads_, params_.heads * params_.head_dim, out), parallel_for_);
   }
 
-  // Rotates the heads of element i and writes each to place(head).
+  // Norms and rotates the heads of node i and writes each to place(head).
   template <typename F>
-  void rotate(int64_t i, const void* weight, int64_t heads, std::byte* projected,
-              const F& place) const {
-    const int64_t bytes = params_.head_dim * size_;
+  void rotate(int64_t i, const DecoderLayer& layer, DecoderNorm weights, int64_t heads,
+              const Parts& projected, const F& place) const {
+    if (params_.head_norms_are_wide && weights.weight != nullptr) {
+      norm(weights, heads * params_.head_dim, projected.at(i, 0), projected.at(i, 0));
+      weights = {};
+    }
     const int64_t turn = params_.rotation_rows == 1 ? i % params_.nodes : i;
-    const auto* cosines = static_cast<const std::byte*>(params_.cosines) + turn * bytes;
-    const auto* sines = static_cast<const std::byte*>(params_.sines) + turn * bytes;
+    const int64_t rotary = layer.cosines == nullptr ? 0 : params_.rotary;
+    const int64_t offset = turn * rotary * element_size(params_.rotation_type);
+    const ModuleRotation rotation{.type = params_.rotation_type,
+                                  .cosines = static_cast<const std::byte*>(layer.cosines) + offset,
+                                  .sines = static_cast<const std::byte*>(layer.sines) + offset,
+                                  .rotary = rotary};
     for (int64_t head = 0; head < heads; ++head) {
-      rows_.module_rotate(params_.type, projected + (i * heads + head) * bytes,
-                          {weight, params_.eps}, cosines, sines, params_.head_dim, place(head));
+      rows_.module_rotate(params_.type, projected.at(i, head), module_norm(weights), rotation,
+                          params_.head_dim, place(head));
     }
   }
 
@@ -150,18 +218,30 @@ class Layers {
     return static_cast<std::byte*>(const_cast<void*>(cache.data)) + offset * size_;
   }
 
-  void feed_forward(const DecoderLayer& layer, std::byte* state) {
-    const int64_t inner = params_.intermediate;
-    norm(layer.post_norm, state, normed_);
-    std::byte* ups = projected_ + params_.count() * inner * size_;
-    const std::array products{product(layer.gate, normed_, params_.hidden, projected_),
-                              product(layer.up, normed_, params_.hidden, ups)};
-    linears(products, parallel_for_);
+  // out = (activation(x Wg) * x Wu) Wd, x = norm(state)
+  void feed_forward(const DecoderLayer& layer, const std::byte* state, std::byte* out) const {
+    const int64_t hidden = params_.hidden, inner = params_.intermediate, bytes = inner * size_;
+    const std::byte* input = normed(layer.mlp_norm, state);
+    Parts gates{projected_, bytes, 0};
+    std::byte* ups = nullptr;
+    if (layer.gate.weight == nullptr) {
+      linear(product(layer.up, input, hidden, projected_), parallel_for_);
+    } else if (layer.up.weight == nullptr) {
+      linear(product(layer.gate, input, hidden, projected_), parallel_for_);
+      gates.node_stride = 2 * bytes;
+      ups = projected_ + bytes;
+    } else {
+      ups = projected_ + params_.count() * bytes;
+      const std::array products{product(layer.gate, input, hidden, projected_),
+                                product(layer.up, input, hidden, ups)};
+      linears(products, parallel_for_);
+    }
     for_each(inner, [&](int64_t i) {
-      const int64_t offset = i * inner * size_;
-      rows_.module_gate(params_.type, projected_ + offset, ups + offset, inner, rotated_ + offset);
+      rows_.module_activate(params_.type, params_.activation, gates.at(i, 0),
+                            ups == nullptr ? nullptr : ups + i * gates.node_stride, inner,
+                            rotated_ + i * bytes);
     });
-    add_product(layer.down, rotated_, inner, state);
+    linear(product(layer.down, rotated_, inner, out), parallel_for_);
   }
 
   const DecoderParams& params_;
@@ -173,6 +253,7 @@ class Layers {
   std::byte* rotated_;
   std::byte* heads_;
   std::byte* added_;
+  std::byte* attended_;
 };
 
 }  // namespace
@@ -206,7 +287,7 @@ TreeAttentionParams decoder_attention(const DecoderParams& params, const Decoder
           .head_dim = params.head_dim,
           .scale = params.scale,
           .window = layer.window,
-          .softcap = 0.0f,
+          .softcap = params.softcap,
           .output = output};
 }
 

@@ -21,7 +21,8 @@ constexpr const char* kOp = "decoder_layers";
 
 // The order of the weights of a layer. A weight that the layer does not have is an empty tensor.
 enum LayerTensor {
-  kInputNorm,
+  kAttentionNorm,
+  kAttentionNormBias,
   kQuery,
   kQueryBias,
   kKey,
@@ -32,15 +33,19 @@ enum LayerTensor {
   kKeyNorm,
   kOutput,
   kOutputBias,
-  kPostNorm,
+  kAttentionOutputNorm,
+  kMlpNorm,
+  kMlpNormBias,
   kGate,
   kGateBias,
   kUp,
   kUpBias,
   kDown,
   kDownBias,
+  kMlpOutputNorm,
   kLayerTensors
 };
+constexpr size_t kFinalTensors = 2;  // the final norm and its bias
 
 // The matrices of a layer, in the order of the scales.
 constexpr LayerTensor kMatrices[] = {kQuery, kKey, kValue, kOutput, kGate, kUp, kDown};
@@ -56,23 +61,36 @@ class Weights {
           const float* levels, int32_t dtype)
       : tensors_(tensors), scales_(scales), levels_(levels), dtype_(dtype) {}
 
+  bool has(size_t index) const { return tensors_[index].numel() != 0; }
+
   // A contiguous vector [count]; null if it is empty and optional.
-  const void* vector(size_t index, int64_t count, bool is_optional = false) const {
+  const void* vector(size_t index, int64_t count, bool is_optional = true) const {
     const Tensor& tensor = tensors_[index];
-    if (is_optional && tensor.numel() == 0) return nullptr;
+    if (is_optional && !has(index)) return nullptr;
     check(index, tensor.dim() == 1 && tensor.size(0) == count && tensor.stride(0) == 1,
           "contiguous [" + std::to_string(count) + "]");
     return tensor.const_data_ptr();
   }
 
-  // A matrix [outs, ins] of a layer and the bias that follows it.
+  // A norm [count] and the bias that follows it, which only some kinds of norms may have.
+  DecoderNorm norm(size_t index, int64_t count, NormKind kind, bool is_optional = true) const {
+    if (kind != NormKind::kLayer) check_empty(index + 1, "an RMS norm has no bias");
+    return {vector(index, count, is_optional), vector(index + 1, count)};
+  }
+
+  // A matrix [outs, ins] of a layer and the bias that follows it; without outs, both must be empty.
   DecoderMatrix matrix(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
     const size_t index = layer * kLayerTensors + name;
     const Tensor& tensor = tensors_[index];
+    if (outs == 0) {
+      check_empty(index, "the first layer has no such matrix");
+      check_empty(index + 1, "there is no matrix that it belongs to");
+      return {};
+    }
     DecoderMatrix matrix{.weight = tensor.const_data_ptr(),
                          .weight_stride = 0,
                          .codes = codes(layer, name, outs, ins),
-                         .bias = vector(index + 1, outs, true),
+                         .bias = vector(index + 1, outs),
                          .outs = outs};
     if (matrix.codes.bits != 0) {
       matrix.weight_stride = tensor.stride(0);
@@ -110,6 +128,12 @@ class Weights {
     if (!tensor.is_cpu()) fail(weight_arg.prefix() + " must be on the CPU");
     return read_codes(weight_arg, tensor, Argument(kOp, scales_name.c_str(), scales), scales,
                       levels_, outs, ins);
+  }
+
+  void check_empty(size_t index, const std::string& reason) const {
+    if (!has(index)) return;
+    fail_argument("weights[" + std::to_string(index) + "]",
+                  "must be empty (" + reason + "), got shape " + describe_shape(tensors_[index]));
   }
 
   void check(size_t index, bool fits, const std::string& expected) const {
@@ -164,17 +188,75 @@ void check_prompt_starts(const DecoderParams& params) {
   }
 }
 
-std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cosines,
-                                          const Tensor& sines, const std::vector<Tensor>& weights,
-                                          const std::vector<Tensor>& caches,
-                                          const std::vector<int64_t>& windows,
-                                          const std::optional<Tensor>& ancestors,
-                                          const Tensor& prefix_starts, const Tensor& prefix_lengths,
-                                          int64_t start, int64_t head_dim, double eps, double scale,
-                                          const std::vector<Tensor>& scales,
-                                          const std::optional<Tensor>& levels) {
-  const Argument input_arg(kOp, "input", input), cosines_arg(kOp, "cosines", cosines),
-      sines_arg(kOp, "sines", sines), starts_arg(kOp, "prefix_starts", prefix_starts),
+// Reads the cosines and sines of each layer from its table; none if that is -1.
+void read_rotations(const Argument& input, const std::vector<Tensor>& cosines,
+                    const std::vector<Tensor>& sines, const std::vector<int64_t>& tables,
+                    int32_t dtype, DecoderParams& params, std::vector<DecoderLayer>& layers) {
+  if (cosines.size() != sines.size()) {
+    fail_argument("sines", "must have as many tables as cosines, got " +
+                               std::to_string(sines.size()) + " and " +
+                               std::to_string(cosines.size()));
+  }
+  params.rotation_rows = params.batch;
+  params.rotation_type = params.type;
+  int32_t rotation_dtype = dtype;
+  if (!cosines.empty()) {
+    const Tensor& first = cosines[0];
+    if (dtype_of(first) == aoti_torch_dtype_float32()) {
+      rotation_dtype = dtype_of(first);
+      params.rotation_type = FloatType::kFloat32;
+    }
+    const bool has_rows = first.dim() == 3;
+    params.rotation_rows = has_rows && first.size(0) == 1 ? 1 : params.batch;
+    params.rotary = has_rows ? first.size(2) : params.head_dim;
+    if (params.rotary < 2 || params.rotary % 2 != 0 || params.rotary > params.head_dim) {
+      fail_argument("cosines", "must have an even number of elements per position, 2 to " +
+                                   std::to_string(params.head_dim) + ", got " +
+                                   std::to_string(params.rotary));
+    }
+  }
+  for (const auto& [name, given] : {std::pair{"cosines", &cosines}, std::pair{"sines", &sines}}) {
+    for (const Tensor& table : *given) {
+      Argument(kOp, name, table)
+          .has_dtype(rotation_dtype)
+          .has_shape({params.rotation_rows, params.nodes, params.rotary},
+                     "[batch or 1, nodes, rotary]")
+          .is_on_device_of(input);
+      check_contiguous(name, table);
+    }
+  }
+  const auto count = static_cast<int64_t>(cosines.size());
+  if (tables.size() != layers.size()) {
+    fail_argument("tables", "must have one number per layer, got " + std::to_string(tables.size()) +
+                                " for " + std::to_string(layers.size()) + " layers");
+  }
+  for (size_t layer = 0; layer < layers.size(); ++layer) {
+    const int64_t table = tables[layer];
+    if (table < -1 || table >= count) {
+      fail_argument("tables", "must be -1 (none) to " + std::to_string(count - 1) + ", got " +
+                                  std::to_string(table));
+    }
+    if (table < 0) continue;
+    layers[layer].cosines = cosines[table].const_data_ptr();
+    layers[layer].sines = sines[table].const_data_ptr();
+  }
+}
+
+int64_t check_choice(const char* name, int64_t value, int choices) {
+  if (value >= 0 && value < choices) return value;
+  fail_argument(name,
+                "must be 0 to " + std::to_string(choices - 1) + ", got " + std::to_string(value));
+}
+
+std::tuple<Tensor, Tensor> decoder_layers(
+    const Tensor& input, const std::vector<Tensor>& cosines, const std::vector<Tensor>& sines,
+    const std::vector<Tensor>& weights, const std::vector<Tensor>& caches,
+    const std::vector<int64_t>& windows, const std::optional<Tensor>& ancestors,
+    const Tensor& prefix_starts, const Tensor& prefix_lengths, int64_t start, int64_t head_dim,
+    double eps, double scale, const std::vector<Tensor>& scales,
+    const std::optional<Tensor>& levels, const std::vector<int64_t>& tables, int64_t norm,
+    int64_t activation, bool interleaved, bool parallel, double softcap, double residual_scale) {
+  const Argument input_arg(kOp, "input", input), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
   input_arg.has_dim(3, "[batch, nodes, hidden]");
@@ -189,22 +271,27 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
   if (start < 0 || start > kMaxSlot) {
     fail_argument("start", "must be 0 to 2^60, got " + std::to_string(start));
   }
-  if (head_dim < 2 || head_dim % 2 != 0) {
-    fail_argument("head_dim", "must be even and 2 or more, got " + std::to_string(head_dim));
+  if (head_dim < 1) {
+    fail_argument("head_dim", "must be 1 or more, got " + std::to_string(head_dim));
   }
-  if (!(std::isfinite(scale) && scale >= 0)) {
-    fail_argument("scale", "must be finite and 0 or more, got " + std::to_string(scale));
+  for (const auto& [name, factor] : {std::pair{"scale", scale}, std::pair{"softcap", softcap}}) {
+    if (!(std::isfinite(factor) && factor >= 0)) {
+      fail_argument(name, "must be finite and 0 or more, got " + std::to_string(factor));
+    }
+  }
+  if (!std::isfinite(residual_scale)) {
+    fail_argument("residual_scale", "must be finite, got " + std::to_string(residual_scale));
   }
   params.start = start;
   params.head_dim = head_dim;
   params.eps = static_cast<float>(eps);
   params.scale = static_cast<float>(scale);
-  params.rotation_rows = cosines.dim() == 3 && cosines.size(0) == 1 ? 1 : params.batch;
-  for (const Argument* argument : {&cosines_arg, &sines_arg}) {
-    argument->has_dtype(dtype).has_shape({params.rotation_rows, params.nodes, head_dim},
-                                         "[batch or 1, nodes, head_dim]");
-    argument->is_on_device_of(input_arg);
-  }
+  params.softcap = static_cast<float>(softcap);
+  params.residual_scale = static_cast<float>(residual_scale);
+  params.norm = static_cast<NormKind>(check_choice("norm", norm, kNormKinds));
+  params.activation = static_cast<Activation>(check_choice("activation", activation, kActivations));
+  params.interleaved = interleaved;
+  params.parallel = parallel;
   if (ancestors) {
     const Argument ancestors_arg(kOp, "ancestors", *ancestors);
     ancestors_arg.has_dtype(int64).has_shape({params.batch, params.nodes, (params.nodes + 63) / 64},
@@ -217,14 +304,12 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
     argument->has_dtype(int64).has_shape({params.batch}, "[batch]").is_on_device_of(input_arg);
   }
   check_contiguous("input", input);
-  check_contiguous("cosines", cosines);
-  check_contiguous("sines", sines);
   const size_t num_layers = windows.size();
-  if (num_layers == 0 || weights.size() != num_layers * kLayerTensors + 1) {
+  if (num_layers == 0 || weights.size() != num_layers * kLayerTensors + kFinalTensors) {
     fail_argument("weights",
                   "must be " + std::to_string(kLayerTensors) +
                       " tensors for each of the layers in windows, at least one, and the "
-                      "final norm; got " +
+                      "final norm with its bias; got " +
                       std::to_string(weights.size()) + " tensors for " +
                       std::to_string(num_layers) + " layers");
   }
@@ -238,15 +323,40 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
                                 " layers, got " + std::to_string(caches.size()) + " tensors");
   }
   const Weights read(weights, scales, read_levels(kOp, levels), dtype);
-  const int64_t queries = read.outs(kQuery), keys = read.outs(kKey), inner = read.outs(kGate);
+  // Of matrices that are joined, the first layer has one and not the others.
+  const bool joins_heads = !read.has(kKey), has_gate = read.has(kGate);
+  const bool joins_gate = has_gate && !read.has(kUp);
+  const int64_t cached = caches[0].dim() == 4 ? caches[0].size(1) * head_dim : 0;
+  const int64_t keys = joins_heads ? cached : read.outs(kKey);
+  const int64_t queries = read.outs(kQuery) - (joins_heads ? 2 * keys : 0);
+  const int64_t gates = has_gate ? read.outs(kGate) : 0,
+                inner = joins_gate ? gates / 2 : read.outs(kUp);
   params.heads = queries / head_dim;
   params.kv_heads = keys / head_dim;
   params.intermediate = inner;
-  if (queries % head_dim != 0 || keys % head_dim != 0 || params.heads % params.kv_heads != 0) {
+  if (queries < 1 || keys < 1 || queries % head_dim != 0 || keys % head_dim != 0 ||
+      params.heads % params.kv_heads != 0) {
     fail_argument("weights", "must give queries and keys whole heads of " +
                                  std::to_string(head_dim) + ", as many or a divisor of them, got " +
                                  std::to_string(queries) + " and " + std::to_string(keys));
   }
+  if (interleaved && (!joins_heads || queries != keys)) {
+    fail_argument("interleaved", "needs one matrix of as many queries as keys and values; got " +
+                                     std::to_string(queries) + " and " + std::to_string(keys) +
+                                     (joins_heads ? " in one matrix" : " in several matrices"));
+  }
+  if (joins_gate && gates % 2 != 0) {
+    fail_argument("weights", "must give gates and ups of the same size, got a joined matrix of " +
+                                 std::to_string(gates));
+  }
+  // A norm of the queries is over one head or over all.
+  params.head_norms_are_wide =
+      read.has(kQueryNorm) && weights[kQueryNorm].numel() == queries && queries != head_dim;
+  if (params.head_norms_are_wide && interleaved) {
+    fail_argument("weights", "must have norms of single heads, if interleaved");
+  }
+  const int64_t normed_queries = params.head_norms_are_wide ? queries : head_dim;
+  const int64_t normed_keys = params.head_norms_are_wide ? keys : head_dim;
   std::vector<DecoderLayer> layers;
   layers.reserve(num_layers);
   for (size_t layer = 0; layer < num_layers; ++layer) {
@@ -254,30 +364,41 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
       fail_argument("windows", "must be 0 (none) or more, got " + std::to_string(windows[layer]));
     }
     const size_t at = layer * kLayerTensors;
-    layers.push_back({.input_norm = read.vector(at + kInputNorm, params.hidden),
-                      .query = read.matrix(layer, kQuery, queries, params.hidden),
-                      .key = read.matrix(layer, kKey, keys, params.hidden),
-                      .value = read.matrix(layer, kValue, keys, params.hidden),
-                      .query_norm = read.vector(at + kQueryNorm, head_dim, true),
-                      .key_norm = read.vector(at + kKeyNorm, head_dim, true),
-                      .output = read.matrix(layer, kOutput, params.hidden, queries),
-                      .post_norm = read.vector(at + kPostNorm, params.hidden),
-                      .gate = read.matrix(layer, kGate, inner, params.hidden),
-                      .up = read.matrix(layer, kUp, inner, params.hidden),
-                      .down = read.matrix(layer, kDown, params.hidden, inner),
-                      .keys = read_cache(caches, 2 * layer, params, dtype),
-                      .values = read_cache(caches, 2 * layer + 1, params, dtype),
-                      .window = windows[layer]});
+    const int64_t hidden = params.hidden, separate = joins_heads ? 0 : keys;
+    layers.push_back(
+        {.attention_norm = read.norm(at + kAttentionNorm, hidden, params.norm),
+         .query = read.matrix(layer, kQuery, queries + (joins_heads ? 2 * keys : 0), hidden),
+         .key = read.matrix(layer, kKey, separate, hidden),
+         .value = read.matrix(layer, kValue, separate, hidden),
+         .query_norm = {read.vector(at + kQueryNorm, normed_queries), nullptr},
+         .key_norm = {read.vector(at + kKeyNorm, normed_keys), nullptr},
+         .output = read.matrix(layer, kOutput, hidden, queries),
+         .attention_output_norm = {read.vector(at + kAttentionOutputNorm, hidden), nullptr},
+         .mlp_norm = read.norm(at + kMlpNorm, hidden, params.norm),
+         .gate = read.matrix(layer, kGate, gates, hidden),
+         .up = read.matrix(layer, kUp, joins_gate ? 0 : inner, hidden),
+         .down = read.matrix(layer, kDown, hidden, inner),
+         .mlp_output_norm = {read.vector(at + kMlpOutputNorm, hidden), nullptr},
+         .cosines = nullptr,
+         .sines = nullptr,
+         .keys = read_cache(caches, 2 * layer, params, dtype),
+         .values = read_cache(caches, 2 * layer + 1, params, dtype),
+         .window = windows[layer]});
+    const DecoderLayer& last = layers.back();
+    if (parallel && (residual_scale != 1 || last.attention_output_norm.weight != nullptr ||
+                     last.mlp_output_norm.weight != nullptr)) {
+      fail_argument("parallel", "does not go with a residual_scale or norms of outputs");
+    }
   }
+  read_rotations(input_arg, cosines, sines, tables, dtype, params, layers);
   params.layers = layers;
-  params.final_norm = read.vector(num_layers * kLayerTensors, params.hidden);
+  params.final_norm = read.norm(num_layers * kLayerTensors, params.hidden, params.norm,
+                                /*is_optional=*/false);
   const int64_t shape[] = {static_cast<int64_t>(num_layers), params.batch, params.nodes,
                            params.hidden};
   const Tensor states = empty(input, shape, dtype),
                output = empty(input, std::span(shape).subspan(1), dtype);
   params.input = input.const_data_ptr();
-  params.cosines = cosines.const_data_ptr();
-  params.sines = sines.const_data_ptr();
   params.prefix_starts = starts_arg.view1<int64_t>();
   params.prefix_lengths = lengths_arg.view1<int64_t>();
   params.states = states.mutable_data_ptr();

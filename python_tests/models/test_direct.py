@@ -5,7 +5,17 @@ import warnings
 
 import pytest
 import torch
-from helpers.models.tiny import CONFIGS, prompts, tiny_model
+from helpers.models.tiny import (
+    CONFIGS,
+    DECODERS,
+    ScriptedDrafter,
+    generated,
+    prompts,
+    random_model,
+    random_tree,
+    tiny_model,
+    with_varied_vectors,
+)
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
@@ -17,10 +27,11 @@ from specdec_ext.models.compat import CACHE
 from specdec_ext.models.findings import findings_of
 from specdec_ext.models.passes import direct, known_code
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
-from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 from specdec_ext.models.patching.forwards import replaced_forward
 
-DIRECT = {"llama", "qwen3", "mistral-window"}
+DIRECT = {"llama", "qwen3", "mistral-window", "gemma2-window", "gemma3-window", *DECODERS}
+DTYPES = [torch.float32, torch.bfloat16]
 TREE = DraftTree(
     torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, -2]])
 )
@@ -57,20 +68,53 @@ def test_models_with_a_fused_pass(name):
     assert (direct_pass(tiny_model(name)) is not None) == (name in DIRECT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def relative(ours, theirs):
+    return float((ours - theirs).float().norm() / theirs.float().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache", [None, DynamicCache], ids=["own", "without-windows"])
 @pytest.mark.parametrize("name", sorted(DIRECT))
 def test_fused_pass_equals_that_of_the_modules(name, cache, dtype, op_calls):
     """In logits and hidden states of every layer, also with a caller's cache without windows."""
-    model = tiny_model(name, dtype=dtype)
+    model = with_varied_vectors(tiny_model(name, dtype=dtype))
     layers = (0, 1, 3, -1)
-    ours, theirs = scored(model, layers, cache), scored(model, layers, cache, by_modules=True)
-    assert op_calls
+    ours = scored(model, layers, cache)
+    assert len(op_calls) == 3 and direct_pass(model) is not None  # prompt, compared tree, tree
+    theirs = scored(model, layers, cache, by_modules=True)
+    assert len(op_calls) == 3
     active = TREE.parents > -2
     for mine, other in ((ours.logits, theirs.logits), (ours.features, theirs.features)):
         assert mine.dtype == other.dtype == dtype
-        error = (mine - other)[active].float().norm() / other[active].float().norm()
-        assert error < (1e-5 if dtype == torch.float32 else 0.02)
+        assert relative(mine[active], other[active]) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("name", sorted(DIRECT))
+def test_prompts_are_read_as_by_the_modules(name, op_calls):
+    """The logits, and the keys and values of every layer."""
+    model, results = with_varied_vectors(tiny_model(name)), []
+    for by_modules in (False, True):
+        target = make_target(model, 64)
+        if by_modules:
+            target.runner.direct = None
+        output = target.prefill(*prompts((9, 5)))
+        kept = [x for layer in target.cache.layers for x in (layer.keys, layer.values)]
+        results.append([output.logits, *(x[0] for x in kept), *(x[1, :, 4:] for x in kept)])
+    assert len(op_calls) == 1
+    for mine, other in zip(*results, strict=True):
+        assert relative(mine, other) < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(DIRECT))
+def test_texts_are_those_of_transformers(name, op_calls):
+    model = with_varied_vectors(tiny_model(name))
+    ids, mask = prompts((9, 4))
+    kwargs = dict(attention_mask=mask, max_new_tokens=20, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    drafter = ScriptedDrafter(generated(expected, ids.shape[1]), random_tree)
+    for each in (None, "ngram", drafter):
+        assert torch.equal(specdec_ext.generate(model, ids, drafter=each, **kwargs), expected)
+    assert op_calls
 
 
 def test_generation_uses_the_fused_pass(model, op_calls):
@@ -133,6 +177,13 @@ def own_linear(model, monkeypatch):
     model.model.layers[0].self_attn.q_proj.__class__ = Linear
 
 
+def own_embedding(model, monkeypatch):
+    class Embedding(nn.Embedding):
+        pass
+
+    model.model.embed_tokens.__class__ = Embedding
+
+
 def other_eps(model, monkeypatch):
     model.model.layers[0].input_layernorm.variance_epsilon = 0.1
 
@@ -164,7 +215,7 @@ def other_order(model, monkeypatch):
 
 CHANGES = [
     *(watch, listen_before, replace_forward, other_code, other_rotation, other_activation),
-    *(another_module, own_linear, other_eps, half_a_rotation, other_order, train),
+    *(another_module, own_linear, own_embedding, other_eps, half_a_rotation, other_order, train),
     *(parametrize, mix_dtypes, compile_a_part),
 ]
 
@@ -178,10 +229,144 @@ def test_changed_or_watched_modules_have_no_fused_pass(model, monkeypatch, chang
     known_code._pattern.cache_clear()
 
 
+def layer(index, path=""):
+    return lambda model: model.model.layers[index].get_submodule(path)
+
+
+def change_attribute(name, path, value, index=1):
+    def change(model):
+        owner = layer(index, path)(model)
+        assert hasattr(owner, name)
+        setattr(owner, name, value)
+
+    return change
+
+
+def change_config(name, value):
+    return lambda model: setattr(model.config, name, value)
+
+
+def change_norm_code(model):
+    """The norm of Gemma has its arithmetic in another function than ``forward``."""
+    kind = type(model.model.norm)
+    changed = type(kind.__name__, (kind,), {"_norm": lambda self, x: 2 * x})
+    model.model.norm.__class__ = changed
+
+
+def change_embedding_code(model):
+    kind = type(model.model.embed_tokens)
+    model.model.embed_tokens.__class__ = type(kind.__name__, (kind,), {"forward": lambda s, x: x})
+
+
+def own_dropout(model):
+    class Dropout(nn.Dropout):
+        pass
+
+    model.model.layers[0].resid_mlp_dropout.__class__ = Dropout
+
+
+def own_layer_norm(model):
+    class LayerNorm(nn.LayerNorm):
+        pass
+
+    model.model.layers[0].input_layernorm.__class__ = LayerNorm
+
+
+def rotate_a_part(model):
+    rotary = model.model.rotary_emb
+    rotary.sliding_attention_inv_freq = rotary.sliding_attention_inv_freq[:-1]
+
+
+def rotate_too_much(model):
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = torch.cat([rotary.inv_freq] * 3)
+
+
+def slower_gelu(model):
+    for each in model.model.layers:
+        each.mlp.act_fn = type(each.mlp.act_fn)(use_gelu_tanh_python=True)
+
+
+def fewer_rows(model):
+    joined = model.model.layers[0].self_attn.qkv_proj
+    joined.weight, joined.out_features = nn.Parameter(joined.weight[:-8].clone()), 56
+
+
+CHANGED_FAMILIES = {
+    "soft-cap": ("gemma2-window", change_attribute("attn_logit_softcapping", "self_attn", 3.0)),
+    "norm-code": ("gemma2-window", change_norm_code),
+    "embedding-code": ("gemma3-window", change_embedding_code),
+    "eps": ("gemma3-window", change_attribute("eps", "self_attn.q_norm", 0.1)),
+    "a-rotation": ("gemma3-window", rotate_a_part),
+    "sees-later": ("gemma3-window", change_attribute("is_causal", "self_attn", False)),
+    "bidirectional": ("gemma3-window", change_config("use_bidirectional_attention", True)),
+    "activation": ("gemma3-window", slower_gelu),
+    "residual": ("granite", change_attribute("residual_multiplier", "", 0.1)),
+    "dropout": ("phi3-window", own_dropout),
+    "rows": ("phi3-window", fewer_rows),
+    "rotation": ("phi3-half", rotate_too_much),
+    "layer-norm": ("starcoder2-window", own_layer_norm),
+    "layer-norm-eps": ("starcoder2-window", change_attribute("eps", "input_layernorm", 0.1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_FAMILIES)
+def test_changed_families_have_no_fused_pass(change):
+    name, apply = CHANGED_FAMILIES[change]
+    model = copy.deepcopy(tiny_model(name))
+    assert direct_pass(model) is not None
+    apply(model)
+    assert direct_pass(model) is None
+
+
+FOLLOWED = {
+    "embedding-scale": ("gemma2-window", lambda m: m.model.embed_tokens.embed_scale.mul_(0.5)),
+    "new-embedding-scale": ("granite", lambda m: setattr(m.model, "embedding_multiplier", 0.5)),
+    "logits-cap": ("gemma2-window", change_config("final_logit_softcapping", 1.0)),
+    "no-logits-cap": ("gemma2-window", change_config("final_logit_softcapping", None)),
+    "logits-divisor": ("granite", change_config("logits_scaling", 0.3)),
+    "joined-rows": ("phi3-half", lambda m: m.model.layers[0].self_attn.qkv_proj.weight.data.mul_(2)),
+    "other-joined-rows": ("phi3-half", lambda m: setattr(layer(0, "self_attn.qkv_proj")(m).weight, "data",
+        2 * layer(0, "self_attn.qkv_proj")(m).weight.data)),
+    "use-rope": ("smollm3", change_attribute("use_rope", "self_attn", 0, index=0)),
+    "soft-caps": ("gemma2-window", lambda m: [setattr(each.self_attn, "attn_logit_softcapping", 0.5)
+        for each in m.model.layers]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_fused_pass_follows_changes_of_values(change):
+    """Also after both ways were compared."""
+    name, apply = FOLLOWED[change]
+    model = copy.deepcopy(tiny_model(name))
+    before = scored(model).logits
+    with torch.no_grad():
+        apply(model)
+    after = scored(model).logits
+    active = TREE.parents > -2
+    assert direct_pass(model) is not None
+    assert relative(after[active], before[active]) > 1e-3
+    assert relative(after[active], scored(model, by_modules=True).logits[active]) < 1e-5
+
+
+def test_activations():
+    for act, known in (
+        ("silu", True),
+        ("gelu", True),
+        ("gelu_pytorch_tanh", True),
+        ("relu", False),
+    ):
+        model = with_varied_vectors(random_model("starcoder2", hidden_act=act))
+        assert (direct_pass(model) is not None) == known
+        active = TREE.parents > -2
+        ours, theirs = (scored(model, by_modules=each).logits[active] for each in (False, True))
+        assert relative(ours, theirs) < 1e-5
+
+
 def test_changes_of_a_call_in_another_thread_keep_the_fused_pass(model):
     """Otherwise the rounding of logits would depend on the timing of threads."""
     recorder = HiddenStateRecorder(model, model.config, (0, 2, -1))
-    with row_invariant_linears(plain_linears(model)), recorder.recording():
+    with row_invariant_linears(row_invariant(model)), recorder.recording():
         assert direct_pass(model) is not None
         model(prompts((4,))[0])  # recording needs a pass
     replace_forward(model, None)

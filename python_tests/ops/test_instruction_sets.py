@@ -28,6 +28,7 @@ OPS = [
     "linear",
     "linear_codes",
     "draft_head",
+    "decoder_layers",
 ]
 SCRIPT = """
 import importlib, os, sys, torch

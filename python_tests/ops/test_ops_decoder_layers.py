@@ -5,12 +5,22 @@ specification in plain PyTorch in the same dtype, plus a unit in the last place.
 same bits alone, in a tree and in a batch. Slots that no node may see hold NaN.
 """
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from helpers.ops.op_cases import generator, two_threads
 
 from specdec_ext import ops
-from specdec_ext.ops.decoder_layers import LAYER_MATRICES, LAYER_TENSORS
+from specdec_ext.ops.decoder_layers import (
+    LAYER_MATRICES,
+    LAYER_TENSORS,
+    LLAMA,
+    Activation,
+    DecoderForm,
+    Norm,
+    native_form,
+)
 from specdec_ext.ops.quantise import QuantisedWeight
 from specdec_ext.reference.decoder_layers import decoder_layers as reference
 
@@ -19,41 +29,95 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 6, 20, 28, 2
 PREFIXES = [(0, 9), (4, 5), (2, 0)]  # of each row, slot of the first token and number of tokens
 START = 9
 PARENTS = [-1, 0, 0, 1, 3]
+OUTPUT_NORMS = {"attention_output_norm", "mlp_output_norm"}
+INPUT_NORMS = {"attention_norm", "mlp_norm"}
+HEAD_NORMS = {"query_norm", "key_norm"}
+BIASES = {f"{name}_bias" for name in LAYER_MATRICES}
 
 
-def random_case(dtype, *, extras=True, windows=(0, 4), seed=0, hidden=HIDDEN, inner=INNER):
-    rng = generator(seed)
+@dataclass(frozen=True)
+class Design:
+    """What layers have: optional tensors, joined matrices, and a form."""
+
+    optional: frozenset[str] = frozenset(INPUT_NORMS)
+    form: DecoderForm = LLAMA
+    absent: frozenset[str] = frozenset()  # matrices; joined with one that is not, or no gate
+    kv_heads: int = KV_HEADS
+    rotary: int = HEAD_DIM
+    rotations: int = 1
+    wide_norms: bool = False
+    wide_rotations: bool = False  # float32
+
+
+def design(*sets, absent=(), form=None, **fields):
+    optional = frozenset(INPUT_NORMS.union(*sets))
+    return Design(optional, DecoderForm(**form or {}), frozenset(absent), **fields)
+
+
+DESIGNS = {
+    "llama": design(),
+    "qwen": design(BIASES, HEAD_NORMS),
+    "gemma": design(OUTPUT_NORMS, HEAD_NORMS, rotations=2, form=dict(norm=Norm.RMS_OFFSET,
+        activation=Activation.GELU_TANH, softcap=1.5, tables=(0, 1))),
+    "phi": design(absent=("key", "value", "up"), rotary=4),
+    "joined-biases": design(BIASES, absent=("key", "value", "up")),
+    "olmo": replace(design(form=dict(norm=Norm.RMS_WIDE), wide_norms=True, wide_rotations=True),
+        optional=frozenset(OUTPUT_NORMS | HEAD_NORMS)),
+    "granite": design(form=dict(residual_scale=0.3)),
+    "smollm": design(form=dict(tables=(-1, 0))),
+    "no-rotation": design(HEAD_NORMS, rotations=0, form=dict(tables=(-1, -1))),
+    "starcoder": design(BIASES, {"attention_norm_bias", "mlp_norm_bias"}, absent=("gate",),
+        form=dict(norm=Norm.LAYER, activation=Activation.GELU_TANH)),
+    "neox": design(BIASES, {"attention_norm_bias", "mlp_norm_bias"}, absent=("key", "value", "gate"),
+        kv_heads=HEADS, rotary=2, form=dict(norm=Norm.LAYER, activation=Activation.GELU,
+        interleaved=True, parallel=True)),
+}  # fmt: skip
+
+
+def random_case(dtype, name="qwen", *, windows=(0, 4), seed=0, hidden=HIDDEN, inner=INNER):
+    rng, built = generator(seed), DESIGNS[name]
 
     def random(*size, scale=1.0):
         return (torch.randn(*size, generator=rng) * scale).to(dtype)
 
-    rows, queries, keys = len(PREFIXES), HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    rows, queries, keys = len(PREFIXES), HEADS * HEAD_DIM, built.kv_heads * HEAD_DIM
+    outs = {"query": queries, "key": keys, "value": keys, "gate": inner, "up": inner}
     sizes = {
-        **{"query": (queries, hidden), "key": (keys, hidden), "value": (keys, hidden)},
-        **{"output": (hidden, queries), "gate": (inner, hidden), "up": (inner, hidden)},
-        **{"down": (hidden, inner), "input_norm": (hidden,), "post_norm": (hidden,)},
-        **{"query_norm": (HEAD_DIM,), "key_norm": (HEAD_DIM,)},
+        **{each: (count, hidden) for each, count in outs.items()},
+        **{"output": (hidden, queries), "down": (hidden, inner)},
+        "query_norm": (queries if built.wide_norms else HEAD_DIM,),
+        "key_norm": (keys if built.wide_norms else HEAD_DIM,),
     }
+    if "key" in built.absent:
+        sizes["query"] = (queries + 2 * keys, hidden)
+    if "up" in built.absent:
+        sizes["gate"] = (2 * inner, hidden)
     weights = []
     for _ in range(LAYERS):
-        for name in LAYER_TENSORS:
-            size = sizes.get(name) or (sizes[name.removesuffix("_bias")][0],)
-            optional = name.endswith("_bias") or name in ("query_norm", "key_norm")
-            given = extras or not optional
+        for each in LAYER_TENSORS:
+            size = sizes.get(each) or (sizes.get(each.removesuffix("_bias"), (hidden,))[0],)
+            given = each in (LAYER_MATRICES if each in LAYER_MATRICES else built.optional)
+            given = given and each.removesuffix("_bias") not in built.absent
             weights.append(random(*size, scale=size[-1] ** -0.5) if given else random(0))
     weights.append(random(hidden))
+    weights.append(random(hidden if built.form.norm == Norm.LAYER else 0))
     nodes = len(PARENTS)
+
+    def rotation():
+        table = torch.randn(rows, nodes, built.rotary, generator=rng)
+        return table if built.wide_rotations else table.to(dtype)
+
     slots = START + nodes + 2
-    caches = [torch.full((rows, KV_HEADS, slots, HEAD_DIM), torch.nan) for _ in range(4)]
+    caches = [torch.full((rows, built.kv_heads, slots, HEAD_DIM), torch.nan) for _ in range(4)]
     for cache in caches:
         for row, (first, length) in enumerate(PREFIXES):
-            cache[row, :, first : first + length] = random(KV_HEADS, length, HEAD_DIM).float()
+            cache[row, :, first : first + length] = random(built.kv_heads, length, HEAD_DIM).float()
     parents = torch.tensor([PARENTS] * rows)
     starts, lengths = torch.tensor(PREFIXES).T.contiguous()
     return {
         "input": random(rows, nodes, hidden),
-        "cosines": random(rows, nodes, HEAD_DIM),
-        "sines": random(rows, nodes, HEAD_DIM),
+        "cosines": [rotation() for _ in range(built.rotations)],
+        "sines": [rotation() for _ in range(built.rotations)],
         "weights": weights,
         "caches": [cache.to(dtype) for cache in caches],
         "windows": list(windows),
@@ -64,6 +128,7 @@ def random_case(dtype, *, extras=True, windows=(0, 4), seed=0, hidden=HIDDEN, in
         "head_dim": HEAD_DIM,
         "eps": 1e-5,
         "scale": HEAD_DIM**-0.5,
+        "form": built.form,
     }
 
 
@@ -73,10 +138,10 @@ def with_codes(case, names=LAYER_MATRICES):
     for layer in range(LAYERS):
         for i, name in enumerate(LAYER_MATRICES):
             index = layer * len(LAYER_TENSORS) + LAYER_TENSORS.index(name)
-            outs, ins = weights[index].shape
-            if name not in names:
+            if name not in names or not weights[index].numel():
                 scales.append(torch.empty(0))
                 continue
+            outs, ins = weights[index].shape
             bits = 8 if i % 2 else 4
             lowest, highest = (-128, 128) if bits == 8 else (0, 16)
             codes = torch.randint(lowest, highest, (outs, ins), generator=rng)
@@ -87,17 +152,23 @@ def with_codes(case, names=LAYER_MATRICES):
     return {**case, "weights": weights, "scales": scales}
 
 
-def prompt_case(dtype, columns, **options):
+def prompt_case(dtype, columns, name="qwen"):
     """The columns of prompts behind cached text, of which the last row's begins with two of padding."""
-    case = random_case(dtype, **options)
+    case = random_case(dtype, name)
     rng, rows = generator(1), len(PREFIXES)
-    for name, width in (("input", HIDDEN), ("cosines", HEAD_DIM), ("sines", HEAD_DIM)):
-        case[name] = torch.randn(rows, columns, width, generator=rng).to(dtype)
+
+    def wider(tensor):
+        random = torch.randn(rows, columns, tensor.shape[-1], generator=rng)
+        return random.to(tensor.dtype)
+
+    case["input"] = wider(case["input"])
+    for each in ("cosines", "sines"):
+        case[each] = [wider(table) for table in case[each]]
     for i, cache in enumerate(case["caches"]):
-        wider = cache.new_full((rows, KV_HEADS, START + columns, HEAD_DIM), torch.nan)
-        wider[:, :, :START] = cache[:, :, :START]
-        wider[1, :, :4] = wider[2] = torch.nan  # no text
-        case["caches"][i] = wider
+        longer = cache.new_full((rows, cache.shape[1], START + columns, HEAD_DIM), torch.nan)
+        longer[:, :, :START] = cache[:, :, :START]
+        longer[1, :, :4] = longer[2] = torch.nan  # no text
+        case["caches"][i] = longer
     starts = torch.tensor([0, 4, START + 2])
     return {**case, "ancestors": None, "prefix_starts": starts, "prefix_lengths": START - starts}
 
@@ -113,10 +184,21 @@ def copied(case, dtype=None):
     return {name: copy(value) for name, value in case.items()}
 
 
-@pytest.mark.parametrize("extras", [True, False], ids=["biases-and-head-norms", "plain"])
+def part_of(case, rows, columns=slice(None)):
+    """These rows and columns of what the op reads for each node."""
+
+    def cut(value):
+        if isinstance(value, list):
+            return [cut(each) for each in value]
+        return value[rows, columns].contiguous()
+
+    return {name: cut(case[name]) for name in ("input", "cosines", "sines")}
+
+
+@pytest.mark.parametrize("name", DESIGNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_as_accurate_as_torch(dtype, extras):
-    case = random_case(dtype, extras=extras)
+def test_as_accurate_as_torch(dtype, name):
+    case = random_case(dtype, name)
     exact, plain, ours = copied(case, torch.float64), copied(case), copied(case)
     results = [(*reference(**exact), *exact["caches"]), (*reference(**plain), *plain["caches"])]
     results.append((*ops.decoder_layers(**ours), *ours["caches"]))
@@ -129,9 +211,10 @@ def test_as_accurate_as_torch(dtype, extras):
         assert error <= 2 * allowed + unit
 
 
+@pytest.mark.parametrize("name", DESIGNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_node_has_the_bits_of_plain_decoding(dtype):
-    case = random_case(dtype)
+def test_a_node_has_the_bits_of_plain_decoding(dtype, name):
+    case = random_case(dtype, name)
     tree = copied(case)
     scored = ops.decoder_layers(**tree).output
     for row, (first, length) in enumerate(PREFIXES):
@@ -149,10 +232,7 @@ def test_a_node_has_the_bits_of_plain_decoding(dtype):
             alone["caches"] = moved
             step = {
                 **alone,
-                **{
-                    name: case[name][row : row + 1, node : node + 1].contiguous()
-                    for name in ("input", "cosines", "sines")
-                },
+                **part_of(case, slice(row, row + 1), slice(node, node + 1)),
                 "ancestors": torch.ones(1, 1, 1, dtype=torch.long),
                 "prefix_starts": torch.tensor([START - length]),
                 "prefix_lengths": torch.tensor([length + depth]),
@@ -162,10 +242,13 @@ def test_a_node_has_the_bits_of_plain_decoding(dtype):
             assert torch.isfinite(single).all() and torch.equal(single, scored[row, node])
 
 
-@pytest.mark.parametrize("columns", [1, 3, 40, 300])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [*((name, 40) for name in DESIGNS), ("qwen", 1), ("qwen", 3), ("qwen", 300)],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_prompts_are_as_accurate_as_torch(dtype, columns):
-    case = prompt_case(dtype, columns)
+def test_prompts_are_as_accurate_as_torch(dtype, name, columns):
+    case = prompt_case(dtype, columns, name)
     exact, plain, ours = copied(case, torch.float64), copied(case), copied(case)
     wanted, torchs = reference(**exact)[0], reference(**plain)[0]
     actual = ops.decoder_layers(**ours).states
@@ -176,18 +259,19 @@ def test_prompts_are_as_accurate_as_torch(dtype, columns):
             assert (mine - real).abs().max() <= 2 * (theirs - real).abs().max() + unit
 
 
-@pytest.mark.parametrize("parts", [(1, 39), (13, 14, 13), (32, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [*((name, (13, 14, 13)) for name in DESIGNS), ("qwen", (1, 39)), ("qwen", (32, 8))],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_prompt_has_the_same_bits_in_any_parts(dtype, parts):
-    case = prompt_case(dtype, sum(parts))
+def test_a_prompt_has_the_same_bits_in_any_parts(dtype, name, parts):
+    case = prompt_case(dtype, sum(parts), name)
     whole = copied(case)
     expected = ops.decoder_layers(**whole).states
     begin, found = 0, []
     for part in parts:
-        columns = slice(begin, begin + part)
-        pieces = {
-            name: case[name][:, columns].contiguous() for name in ("input", "cosines", "sines")
-        }
+        pieces = part_of(case, slice(None), slice(begin, begin + part))
         start = START + begin
         lengths = {"start": start, "prefix_lengths": start - case["prefix_starts"]}
         found.append(ops.decoder_layers(**{**case, **pieces, **lengths}).states)
@@ -207,7 +291,8 @@ def test_a_row_of_a_prompt_does_not_depend_on_the_others():
     together = ops.decoder_layers(**copied(case)).states
     for row in range(len(PREFIXES)):
         alone = copied(case)
-        for name in ("input", "cosines", "sines", "prefix_starts", "prefix_lengths"):
+        alone.update(part_of(alone, slice(row, row + 1)))
+        for name in ("prefix_starts", "prefix_lengths"):
             alone[name] = alone[name][row : row + 1]
         alone["caches"] = [cache[row : row + 1] for cache in alone["caches"]]
         first = 2 if row == 2 else 0
@@ -216,16 +301,22 @@ def test_a_row_of_a_prompt_does_not_depend_on_the_others():
         assert torch.equal(states, together[:, row, first:])
 
 
-def test_attention_of_a_prompt_has_the_bits_of_a_tree():
-    """The products of both have orders of their own, so they are of one weight here."""
-    case = prompt_case(torch.float32, 40, extras=False)
+def with_exact_products(case):
+    """The same layers with matrices that only pick inputs."""
     for i, tensor in enumerate(case["weights"]):
         if tensor.ndim == 2:
             eye = torch.zeros_like(tensor)
             eye[torch.arange(len(eye)), torch.arange(len(eye)) % tensor.shape[1]] = 1.0
             case["weights"][i] = eye
+    return case
+
+
+def test_attention_of_a_prompt_has_the_bits_of_a_tree():
+    """The products of both have orders of their own, so they are of one weight here."""
+    case = with_exact_products(prompt_case(torch.float32, 40, "llama"))
     row = slice(0, 1)
-    for name in ("input", "cosines", "sines", "prefix_starts", "prefix_lengths"):
+    case.update(part_of(case, row))
+    for name in ("prefix_starts", "prefix_lengths"):
         case[name] = case[name][row]
     case["caches"] = [cache[row] for cache in case["caches"]]
     chain = copied(case)
@@ -239,11 +330,12 @@ def test_attention_of_a_prompt_has_the_bits_of_a_tree():
     "names", [LAYER_MATRICES, ("key", "gate", "down")], ids=["all", "some matrices"]
 )
 @pytest.mark.parametrize(
-    "make", [random_case, lambda dtype: prompt_case(dtype, 40)], ids=["tree", "prompt"]
+    "make", [random_case, lambda *args: prompt_case(args[0], 40, args[1])], ids=["tree", "prompt"]
 )
+@pytest.mark.parametrize("name", ["qwen", "joined-biases", "neox"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_are_as_accurate_as_torch(dtype, make, names):
-    case = with_codes(make(dtype), names)
+def test_codes_are_as_accurate_as_torch(dtype, name, make, names):
+    case = with_codes(make(dtype, name), names)
     exact, plain, ours = copied(case, torch.float64), copied(case), copied(case)
     exact["scales"] = case["scales"]
     padded = -1 if case["ancestors"] is None else len(PREFIXES)  # this row begins with padding
@@ -259,7 +351,8 @@ def test_a_node_does_not_depend_on_the_others_with_codes(dtype):
     together = ops.decoder_layers(**copied(case)).output
     for row in range(len(PREFIXES)):
         alone = copied(case)
-        for name in ("input", "cosines", "sines", "ancestors", "prefix_starts", "prefix_lengths"):
+        alone.update(part_of(alone, slice(row, row + 1)))
+        for name in ("ancestors", "prefix_starts", "prefix_lengths"):
             alone[name] = alone[name][row : row + 1]
         alone["caches"] = [cache[row : row + 1] for cache in alone["caches"]]
         assert torch.equal(ops.decoder_layers(**alone).output[0], together[row])
@@ -270,9 +363,9 @@ def test_a_node_does_not_depend_on_the_others_with_codes(dtype):
     [
         (lambda c: c["scales"].pop(), "scales must be empty, or 7 tensors for each of 2 layers, got 13"),
         (lambda c: c["scales"].__setitem__(3, torch.ones(5, 1)), r"argument scales\[3\] must be contiguous"),
-        (lambda c: c["weights"].__setitem__(1, torch.zeros(24, 20)), r"weights\[1\] with scales must be"),
-        (lambda c: c["weights"].__setitem__(9, torch.zeros(20, 5, dtype=torch.int8)),
-            r"weights\[9\] must be \[outs, ins\] = \[20, 24\], got shape \[20, 5\]"),
+        (lambda c: c["weights"].__setitem__(2, torch.zeros(24, 20)), r"weights\[2\] with scales must be"),
+        (lambda c: c["weights"].__setitem__(10, torch.zeros(20, 5, dtype=torch.int8)),
+            r"weights\[10\] must be \[outs, ins\] = \[20, 24\], got shape \[20, 5\]"),
         (lambda c: c.__setitem__("levels", torch.zeros(3)), r"levels must be \[16\]"),
     ],
 )  # fmt: skip
@@ -284,17 +377,19 @@ def test_rejects_codes_that_do_not_fit(change, message):
 
 
 def test_rows_may_share_their_rotations():
-    case = random_case(torch.float32)
-    for name in ("cosines", "sines"):
-        case[name] = case[name][:1].expand(3, -1, -1).contiguous()
-    shared = {**copied(case), "cosines": case["cosines"][:1], "sines": case["sines"][:1]}
+    case = random_case(torch.float32, "gemma")
+    first = {name: [table[:1] for table in case[name]] for name in ("cosines", "sines")}
+    shared = {**copied(case), **first}
+    for name, tables in first.items():
+        case[name] = [table.expand(3, -1, -1).contiguous() for table in tables]
     expected = ops.decoder_layers(**copied(case)).states
     assert torch.equal(ops.decoder_layers(**shared).states, expected)
 
 
+@pytest.mark.parametrize("name", DESIGNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_change_the_result(dtype):
-    case = random_case(dtype, hidden=160, inner=500)  # more than one thread's worth
+def test_threads_do_not_change_the_result(dtype, name):
+    case = random_case(dtype, name, hidden=160, inner=500)  # more than one thread's worth
     expected = ops.decoder_layers(**copied(case))
     with two_threads():
         for _ in range(10):
@@ -308,9 +403,10 @@ def test_threads_do_not_change_the_result(dtype):
 def test_opcheck(make):
     case = make(torch.float32)
     case["caches"] = [cache.nan_to_num() for cache in case["caches"]]
+    form = native_form(case.pop("form"), LAYERS)
     torch.library.opcheck(
         torch.ops.specdec.decoder_layers.default,
-        (*case.values(), []),
+        (*case.values(), [], None, *form),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -320,11 +416,25 @@ def test_opcheck(make):
     [
         ({"input": torch.zeros(3, 5, HIDDEN).double()}, "input must be torch.float32 or"),
         ({"input": torch.zeros(3, HIDDEN)}, r"input must be \[batch, nodes, hidden\]"),
-        ({"cosines": torch.zeros(2, 5, HEAD_DIM)}, "cosines must be .* = .3, 5, 6."),
-        ({"windows": [0]}, "weights must be 18 tensors for each of the layers"),
+        ({"cosines": [torch.zeros(2, 5, HEAD_DIM)]}, "cosines must be .* = .3, 5, 6."),
+        ({"cosines": [torch.zeros(3, 5, 5)]}, "cosines must have an even number .* 2 to 6, got 5"),
+        ({"cosines": [torch.zeros(3, 5, 8)]}, "cosines must have an even number .* 2 to 6, got 8"),
+        ({"sines": [torch.zeros(3, 5, HEAD_DIM).double()]}, "sines must be torch.float32"),
+        ({"cosines": []}, "sines must have as many tables as cosines, got 1 and 0"),
+        ({"sines": [torch.zeros(5, 3, 6).transpose(0, 1)]}, "sines must be contiguous"),
+        ({"windows": [0]}, "weights must be 22 tensors for each of the layers"),
         ({"windows": [0, -1]}, "windows must be 0"),
-        ({"head_dim": 5}, "head_dim must be even"),
+        ({"head_dim": 0}, "head_dim must be 1 or more"),
         ({"head_dim": 10}, "whole heads of 10"),
+        ({"form": DecoderForm(tables=(0,))}, "tables must have one number per layer, got 1 for 2"),
+        ({"form": DecoderForm(tables=(0, 1))}, r"tables must be -1 \(none\) to 0, got 1"),
+        ({"form": DecoderForm(tables=(-2, 0))}, "tables must be .* got -2"),
+        ({"form": DecoderForm(norm=4)}, "norm must be 0 to 3, got 4"),
+        ({"form": DecoderForm(activation=-1)}, "activation must be 0 to 2, got -1"),
+        ({"form": DecoderForm(softcap=-1.0)}, "softcap must be finite and 0 or more"),
+        ({"form": DecoderForm(residual_scale=torch.inf)}, "residual_scale must be finite"),
+        ({"form": DecoderForm(interleaved=True)}, "interleaved needs one matrix .* in several"),
+        ({"form": DecoderForm(parallel=True, residual_scale=0.5)}, "parallel does not go with"),
         ({"start": 30}, r"caches\[0\] must be .*35 slots or more"),
         ({"start": -1}, "start must be 0 to"),
         ({"start": 2**63 - 1}, "start must be 0 to"),
@@ -337,8 +447,6 @@ def test_opcheck(make):
 def test_rejects(changes, message):
     case = random_case(torch.float32)
     before = copied(case)
-    if "head_dim" in changes and changes["head_dim"] == 10:
-        changes = {**changes, "cosines": torch.zeros(3, 5, 10), "sines": torch.zeros(3, 5, 10)}
     with pytest.raises(ValueError, match=message):
         ops.decoder_layers(**{**case, **changes})
     for cache, untouched in zip(case["caches"], before["caches"], strict=True):
@@ -362,9 +470,60 @@ def test_rejects_prompts_that_do_not_follow_their_text(changes, message):
         ops.decoder_layers(**{**case, **changes})
 
 
-@pytest.mark.parametrize("index", [0, 1, 2, 17, 36])
+@pytest.mark.parametrize("index", [0, 2, 3, 8, 20, 44])
 def test_rejects_a_weight_that_does_not_fit(index):
     case = random_case(torch.float32)
     case["weights"][index] = case["weights"][index].double()
     with pytest.raises(ValueError, match=rf"weights\[{index}\] must be .* of torch.float32"):
         ops.decoder_layers(**case)
+
+
+@pytest.mark.parametrize(
+    ("design", "name", "weight", "message"),
+    [
+        ("llama", "attention_norm_bias", torch.zeros(HIDDEN), "an RMS norm has no bias"),
+        ("phi", "up", torch.zeros(INNER, HIDDEN), "the first layer has no such matrix"),
+        ("starcoder", "gate_bias", torch.zeros(INNER), "there is no matrix that it belongs to"),
+    ],
+)
+def test_rejects_weights_that_a_layer_does_not_have(design, name, weight, message):
+    case = random_case(torch.float32, design)
+    index = len(LAYER_TENSORS) + LAYER_TENSORS.index(name)  # of the second layer
+    case["weights"][index] = weight
+    with pytest.raises(ValueError, match=rf"weights\[{index}\] must be empty \({message}\)"):
+        ops.decoder_layers(**case)
+
+
+@pytest.mark.parametrize(
+    ("design", "name", "weight", "message"),
+    [
+        ("phi", "gate", torch.zeros(2 * INNER + 1, HIDDEN), "gates and ups of the same size"),
+        ("phi", "query", torch.zeros(2 * KV_HEADS * HEAD_DIM, HIDDEN), "whole heads of 6"),
+        ("neox", "query", torch.zeros(96, HIDDEN), "interleaved needs one matrix .* in one matrix"),
+        ("neox", "query_norm", torch.zeros(HEADS * HEAD_DIM), "norms of single heads, if interleaved"),
+        ("neox", "mlp_output_norm", torch.zeros(HIDDEN), "parallel does not go with"),
+        ("olmo", "key_norm", torch.zeros(HEAD_DIM), r"contiguous \[12\]"),
+    ],
+)  # fmt: skip
+def test_rejects_a_design_that_does_not_fit(design, name, weight, message):
+    case = random_case(torch.float32, design)
+    case["weights"][LAYER_TENSORS.index(name)] = weight
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**case)
+
+
+def isa_results():
+    """Of matrices that only pick inputs, because the products of the baseline have bits of their own."""
+    results = []
+    for name in DESIGNS:
+        for dtype in DTYPES:
+            for case in (
+                random_case(dtype, name, hidden=77, inner=150),
+                prompt_case(dtype, 9, name),
+            ):
+                states, output = ops.decoder_layers(**with_exact_products(case))
+                written = [cache.nan_to_num() for cache in case["caches"]]
+                results.append(
+                    (states[:, :2], output[:2], *written)
+                )  # row 2 of prompts has padding
+    return results

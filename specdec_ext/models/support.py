@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specdec_ext.display import Summarised, Table
 from specdec_ext.models.cache.adoption import unserved_layers
@@ -181,7 +181,7 @@ def _one_token_reason(model: PreTrainedModel) -> str | None:
         return "after cached tokens it reads only one token at a time"
     if not all(can_continue(mixer) for mixer in stateless_scans(model)):
         return "its Mamba mixers do not pass initial states to their scans"
-    if _sees_later_tokens(model.config.get_text_config(decoder=True)):
+    if _sees_later_tokens(model):
         return "its tokens attend to later tokens (is_decoder=False)"
     if _drops_tokens(model):
         return "the tokens that its experts process depend on the other tokens of a pass"
@@ -302,9 +302,12 @@ def _has_part(model: PreTrainedModel, attribute: str) -> bool:
     return any(hasattr(module, attribute) for module in model.modules())
 
 
-def _sees_later_tokens(config: PreTrainedConfig) -> bool:
+def _sees_later_tokens(model: PreTrainedModel) -> bool:
     """Whether the model is an encoder, of the kind that can be configured as encoder or decoder."""
-    return not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
+    config = model.config.get_text_config(decoder=True)
+    is_encoder = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
+    # GPT-NeoX has this entry in its config, but not in its modules, which are always a decoder.
+    return is_encoder and _has_part(model, "is_decoder")
 
 
 def _drops_tokens(model: PreTrainedModel) -> bool:

@@ -1,8 +1,10 @@
-"""``decoder_layers``: all layers of a Llama-like decoder in one call."""
+"""``decoder_layers``: all layers of a decoder in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor
 
 from specdec_ext.ops import _library
 
-# The weights of a layer, in the order of the op.
+# The weights of a layer, in the order of the op. After them come the final norm and its bias.
 LAYER_TENSORS = (
-    "input_norm",
+    "attention_norm",
+    "attention_norm_bias",
     "query",
     "query_bias",
     "key",
@@ -23,17 +26,73 @@ LAYER_TENSORS = (
     "key_norm",
     "output",
     "output_bias",
-    "post_norm",
+    "attention_output_norm",
+    "mlp_norm",
+    "mlp_norm_bias",
     "gate",
     "gate_bias",
     "up",
     "up_bias",
     "down",
     "down_bias",
+    "mlp_output_norm",
 )
 
 # The matrices among them, in the order of their scales.
 LAYER_MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+# The order of both enumerations is that of csrc/include/specdec/decoder_form.h.
+class Norm(IntEnum):
+    """What the norms of a decoder compute, with ``inverse = 1 / sqrt(mean(x^2) + eps)``.
+
+    Attributes:
+        RMS: ``x * inverse``, rounded to the dtype, times the weight (Llama).
+        RMS_WIDE: ``x * inverse * weight``, rounded once (OLMo 2).
+        RMS_OFFSET: ``x * inverse * (1 + weight)``, rounded once (Gemma).
+        LAYER: ``torch.nn.LayerNorm``.
+    """
+
+    RMS = 0
+    RMS_WIDE = 1
+    RMS_OFFSET = 2
+    LAYER = 3
+
+
+class Activation(IntEnum):
+    """Activation functions: ``torch.nn.functional.silu``, ``gelu``, and ``gelu(approximate="tanh")``."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+
+
+@dataclass(frozen=True)
+class DecoderForm:
+    """What the layers of a decoder compute, as far as their tensors do not tell; by default as in Llama.
+
+    Attributes:
+        norm: kind of all norms.
+        activation: between the matrices of the MLP.
+        interleaved: the rows of ``query``, which has those of keys and values too, are head by head: those of
+            the query, the key and the value of each head (GPT-NeoX).
+        parallel: attention and MLP both read the input of the layer, which becomes ``(mlp + attention) +
+            input``. Such layers have no norms of outputs, and ``residual_scale`` is 1.
+        softcap: attention scores become ``softcap * tanh(scores / softcap)``; 0 for none.
+        residual_scale: factor of the outputs of attention and MLP before they are added.
+        tables: of each layer, the index of its cosines and sines, -1 for no rotation; empty: 0 for all.
+    """
+
+    norm: Norm = Norm.RMS
+    activation: Activation = Activation.SILU
+    interleaved: bool = False
+    parallel: bool = False
+    softcap: float = 0.0
+    residual_scale: float = 1.0
+    tables: tuple[int, ...] = ()
+
+
+LLAMA = DecoderForm()
 
 
 class DecoderStates(NamedTuple):
@@ -50,8 +109,8 @@ class DecoderStates(NamedTuple):
 
 def decoder_layers(
     input: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
+    cosines: Sequence[Tensor],
+    sines: Sequence[Tensor],
     weights: Sequence[Tensor],
     caches: Sequence[Tensor],
     windows: Sequence[int],
@@ -64,8 +123,9 @@ def decoder_layers(
     scale: float,
     scales: Sequence[Tensor] = (),
     levels: Tensor | None = None,
+    form: DecoderForm = LLAMA,
 ) -> DecoderStates:
-    """Run layers as in Llama: RMS norms, rotary attention over draft trees, and a gated SiLU network.
+    """Run the layers of a decoder, which attend over draft trees, and the final norm.
 
     Without ``ancestors``, the nodes are columns of prompts instead, each of which sees the columns before.
 
@@ -77,11 +137,16 @@ def decoder_layers(
     Args:
         input: ``[batch, nodes, hidden]`` float32 or bfloat16 embeddings. All tensors except weights and
             caches must be contiguous.
-        cosines: ``[batch or 1, nodes, head_dim]`` of the same dtype, for each node's position.
+        cosines: tables of ``[batch or 1, nodes, rotary]`` for each node's position, all of the same dtype or
+            all float32, with which a rotation is rounded once. The first ``rotary`` numbers of each head are
+            rotated, an even number, in all tables the same.
         sines: like ``cosines``.
-        weights: ``LAYER_TENSORS`` of each layer, all of the same dtype, followed by the final norm. Missing
-            biases and norms of heads are empty tensors. Weights are not copied. A matrix may be the codes of a
-            :class:`QuantisedWeight`.
+        weights: ``LAYER_TENSORS`` of each layer, all of the same dtype, followed by the final norm and its
+            bias. What a layer does not have is an empty tensor: biases, norms, and the gate of an MLP that is
+            ``down(activation(up(x)))``. If ``key`` and ``value`` are empty, ``query`` has the rows of all
+            three; if ``up`` is empty, ``gate`` has the rows of both. ``query_norm`` and ``key_norm`` are
+            ``[head_dim]``, or over all heads of queries and of keys. Only ``LayerNorm`` has a bias. Weights
+            are not copied. A matrix may be the codes of a :class:`QuantisedWeight`.
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
         windows: the window of each layer as for ``tree_attention``, 0 for none.
@@ -91,12 +156,13 @@ def decoder_layers(
         prefix_lengths: ``[batch]`` int64; number of committed tokens of each row. For prompts it must be
             ``start - prefix_starts``; if that is negative, so many columns of the row are padding.
         start: the slot of node 0 in all rows.
-        head_dim: dimension of queries, keys and values; even.
+        head_dim: dimension of queries, keys and values.
         eps: epsilon of all norms.
         scale: factor of the dot products.
         scales: the scales of ``LAYER_MATRICES`` of each layer, empty tensors for matrices that are no codes;
             nothing if none is.
         levels: the levels of all codes of 4 bits.
+        form: what else the layers compute.
 
     Raises:
         ValueError: for an invalid argument, before anything is written.
@@ -118,12 +184,26 @@ def decoder_layers(
             scale,
             scales,
             levels,
+            *native_form(form, len(windows)),
         )
+    )
+
+
+def native_form(form: DecoderForm, layers: int) -> tuple[Any, ...]:
+    """Return the last arguments of the native op."""
+    return (
+        form.tables or [0] * layers,
+        form.norm,
+        form.activation,
+        form.interleaved,
+        form.parallel,
+        form.softcap,
+        form.residual_scale,
     )
 
 
 @torch.library.register_fake("specdec::decoder_layers")
 def _decoder_layers_fake(
-    input: Tensor, cosines: Tensor, sines: Tensor, weights: Any, caches: Any, windows: Any, *_: Any
+    input: Tensor, cosines: Any, sines: Any, weights: Any, caches: Any, windows: Any, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return input.new_empty(len(windows), *input.shape), torch.empty_like(input)

@@ -1,4 +1,4 @@
-"""Specification of ``decoder_layers``: the layers of a Llama-like decoder over draft trees or prompts."""
+"""Specification of ``decoder_layers``: the layers of a decoder over draft trees or prompts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.ops.decoder_layers import LAYER_MATRICES, LAYER_TENSORS
+from specdec_ext.ops.decoder_layers import (
+    LAYER_MATRICES,
+    LAYER_TENSORS,
+    LLAMA,
+    Activation,
+    DecoderForm,
+    Norm,
+)
 from specdec_ext.ops.quantise import QuantisedWeight
 from specdec_ext.reference.tree_attention import tree_attention
 
 
 def decoder_layers(
     input: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
+    cosines: Sequence[Tensor],
+    sines: Sequence[Tensor],
     weights: Sequence[Tensor],
     caches: Sequence[Tensor],
     windows: Sequence[int],
@@ -29,6 +36,7 @@ def decoder_layers(
     scale: float,
     scales: Sequence[Tensor] = (),
     levels: Tensor | None = None,
+    form: DecoderForm = LLAMA,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of :func:`specdec_ext.ops.decoder_layers`, in any floating dtype."""
     batch, nodes, _ = input.shape
@@ -39,9 +47,18 @@ def decoder_layers(
         )
         prefix_lengths = prefix_lengths.clamp(min=0)
 
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not weight.numel():
+            return x
+        if form.norm == Norm.LAYER:
+            given = bias if bias is not None and bias.numel() else None
+            return F.layer_norm(x, weight.shape, weight, given, eps)
         wide = x if x.dtype == torch.float64 else x.float()
-        return weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+        normed = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+        if form.norm == Norm.RMS:
+            return weight * normed.to(x.dtype)
+        factor = weight.to(wide.dtype) + (1 if form.norm == Norm.RMS_OFFSET else 0)
+        return (normed * factor).to(x.dtype)
 
     def linear(x: Tensor, name: str) -> Tensor:
         weight, bias = own[name], own[f"{name}_bias"]
@@ -53,16 +70,44 @@ def decoder_layers(
         expanded = QuantisedWeight(weight, codes, x.shape[-1], table).dequantise(wide)
         return F.linear(x.to(wide), expanded, bias.to(wide) if bias.numel() else None).to(x.dtype)
 
-    def heads(x: Tensor, weight: Tensor, rotated: bool) -> Tensor:
+    def activation(x: Tensor) -> Tensor:
+        if form.activation == Activation.SILU:
+            return F.silu(x)
+        exact = form.activation == Activation.GELU
+        return F.gelu(x, approximate="none" if exact else "tanh")
+
+    def heads(x: Tensor, weight: Tensor, table: int) -> Tensor:
         """``[batch, heads, nodes, head_dim]``."""
-        x = x.unflatten(-1, (-1, head_dim))
-        if weight.numel():
-            x = norm(x, weight)
-        if rotated:
+        if weight.numel() == x.shape[-1]:
+            x, weight = norm(x, weight), weight[:0]
+        x = norm(x.unflatten(-1, (-1, head_dim)), weight)
+        if table >= 0:
+            cosine, sine = (each[table][:, :, None] for each in (cosines, sines))
+            x, rest = x.tensor_split([cosine.shape[-1]], dim=-1)
             first, second = x.chunk(2, dim=-1)
             turned = torch.cat([-second, first], dim=-1)
-            x = x * cosines[:, :, None] + turned * sines[:, :, None]
+            x = torch.cat([(x * cosine + turned * sine).to(rest.dtype), rest], dim=-1)
         return x.transpose(1, 2)
+
+    def projected(x: Tensor, keys: int) -> Sequence[Tensor]:
+        """Queries, keys and values, ``[batch, nodes, heads * head_dim]``."""
+        if own["key"].numel():
+            return [linear(x, name) for name in ("query", "key", "value")]
+        joined = linear(x, "query")
+        if form.interleaved:
+            by_head = joined.unflatten(-1, (-1, 3, head_dim))
+            return [part.flatten(-2) for part in by_head.unbind(-2)]
+        return joined.split([joined.shape[-1] - 2 * keys, keys, keys], dim=-1)
+
+    def mlp(x: Tensor) -> Tensor:
+        if not own["gate"].numel():
+            return linear(activation(linear(x, "up")), "down")
+        gate = linear(x, "gate")
+        gate, up = (gate, linear(x, "up")) if own["up"].numel() else gate.chunk(2, dim=-1)
+        return linear(activation(gate) * up, "down")
+
+    def added(hidden: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return hidden + norm(x, weight) * form.residual_scale
 
     hidden, states = input, []
     for layer, window in enumerate(windows):
@@ -71,12 +116,13 @@ def decoder_layers(
         chosen = scales[layer * len(LAYER_MATRICES) :]
         own_scales = dict(zip(LAYER_MATRICES, chosen, strict=False))
         keys, values = caches[2 * layer : 2 * layer + 2]
-        x = norm(hidden, own["input_norm"])
-        query, key, value = (linear(x, name) for name in ("query", "key", "value"))
-        keys[:, :, start : start + nodes] = heads(key, own["key_norm"], True)
-        values[:, :, start : start + nodes] = heads(value, value.new_empty(0), False)
+        table = form.tables[layer] if form.tables else 0
+        x = norm(hidden, own["attention_norm"], own["attention_norm_bias"])
+        query, key, value = projected(x, keys.shape[1] * head_dim)
+        keys[:, :, start : start + nodes] = heads(key, own["key_norm"], table)
+        values[:, :, start : start + nodes] = heads(value, value.new_empty(0), -1)
         attended = tree_attention(
-            heads(query, own["query_norm"], True),
+            heads(query, own["query_norm"], table),
             keys,
             values,
             ancestors,
@@ -86,14 +132,18 @@ def decoder_layers(
             None,
             scale=scale,
             window=window,
-            softcap=0.0,
+            softcap=form.softcap,
         )
-        hidden = hidden + linear(attended.reshape(batch, nodes, -1), "output")
-        x = norm(hidden, own["post_norm"])
-        inner = F.silu(linear(x, "gate")) * linear(x, "up")
-        hidden = hidden + linear(inner, "down")
+        attention = linear(attended.reshape(batch, nodes, -1), "output")
+        if form.parallel:
+            x = norm(hidden, own["mlp_norm"], own["mlp_norm_bias"])
+            hidden = mlp(x) + attention + hidden
+        else:
+            hidden = added(hidden, attention, own["attention_output_norm"])
+            x = norm(hidden, own["mlp_norm"], own["mlp_norm_bias"])
+            hidden = added(hidden, mlp(x), own["mlp_output_norm"])
         states.append(hidden)
-    return torch.stack(states), norm(hidden, weights[-1])
+    return torch.stack(states), norm(hidden, *weights[-2:])
 
 
 def _chain_ancestors(first: int, nodes: int) -> list[list[int]]:

@@ -8,6 +8,7 @@
 
 #include "specdec/cpu/isa.h"
 #include "specdec/math/exp.h"
+#include "specdec/math/gelu.h"
 #include "specdec/math/silu.h"
 #include "specdec/sampling/coupling.h"
 

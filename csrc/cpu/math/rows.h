@@ -5,6 +5,7 @@
 #pragma once
 
 #include "specdec/core/float_types.h"
+#include "specdec/decoder_form.h"
 #include "specdec/math/pick.h"
 
 namespace specdec::cpu {
@@ -22,6 +23,15 @@ struct Rotation {
 struct RowNorm {
   const void* weight;
   float eps;
+};
+
+// The rotation of a position by a model's modules: x becomes x * cosines + (-second half of x, first
+// half of x) * sines for the first `rotary` numbers x of a head; the others stay.
+struct ModuleRotation {
+  FloatType type;       // that of x, or float32, in which the result is then rounded once
+  const void* cosines;  // [rotary]
+  const void* sines;
+  int64_t rotary;
 };
 
 // The largest of some logits, and the sum of exp(logit - largest), which is NaN if the largest is
@@ -62,16 +72,18 @@ struct RowOps {
   void (*add)(FloatType type, const void* y, int64_t count, void* x);
   // out = silu(gate) * up for [2, count]: gate, then up
   void (*gate)(FloatType type, const void* gate_up, int64_t count, void* out);
-  // The next three compute like the modules of a model, which round to the type after every
+  // The next four compute like the modules of a model, which round to the type after every
   // operation.
-  // out = x / sqrt(mean(x^2) + eps) * weight
-  void (*module_norm)(FloatType type, const void* x, const RowNorm& norm, int64_t count, void* out);
-  // out = x * cosines + (-second half of x, first half of x) * sines, all [head_dim]. If there is a
-  // weight, x is first normed in place.
-  void (*module_rotate)(FloatType type, void* x, const RowNorm& norm, const void* cosines,
-                        const void* sines, int64_t head_dim, void* out);
-  // out = silu(gate) * up
-  void (*module_gate)(FloatType type, const void* gate, const void* up, int64_t count, void* out);
+  void (*module_norm)(FloatType type, const void* x, const ModuleNorm& norm, int64_t count,
+                      void* out);
+  // out = x, rotated; x is one head. If there is a weight, x is first normed in place.
+  void (*module_rotate)(FloatType type, void* x, const ModuleNorm& norm,
+                        const ModuleRotation& rotation, int64_t head_dim, void* out);
+  // out = activation(gate) * up; up null: activation(gate)
+  void (*module_activate)(FloatType type, Activation activation, const void* gate, const void* up,
+                          int64_t count, void* out);
+  // x += y * scale
+  void (*module_add)(FloatType type, const void* y, float scale, int64_t count, void* x);
   // Multiplies by scale in place, replaces NaN by -inf, and sums. `logits` has room up to a
   // multiple of kRowLanes.
   LogitSum (*sum_logits)(float scale, int64_t count, float* logits);

@@ -18,18 +18,20 @@ SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
 
 SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 
+// 1 / sqrt(mean((x - centre)^2) + eps)
 template <typename T>
-SPECDEC_HOST_DEVICE float inverse_root_mean_square(const T* x, int64_t count, float eps) {
+SPECDEC_HOST_DEVICE float inverse_root_mean_square(const T* x, int64_t count, float eps,
+                                                   float centre = 0.0f) {
   float sums[kRowLanes] = {};
   int64_t i = 0;
   for (; i + kRowLanes <= count; i += kRowLanes) {
     for (int64_t lane = 0; lane < kRowLanes; ++lane) {
-      const float value = to_float(x[i + lane]);
+      const float value = exact_add(to_float(x[i + lane]), -centre);
       sums[lane] = exact_fma(value, value, sums[lane]);
     }
   }
   for (int64_t lane = 0; i + lane < count; ++lane) {
-    const float value = to_float(x[i + lane]);
+    const float value = exact_add(to_float(x[i + lane]), -centre);
     sums[lane] = exact_fma(value, value, sums[lane]);
   }
   return 1.0f /
@@ -100,76 +102,154 @@ SPECDEC_HOST_DEVICE float rounded(float value) {
 }
 
 template <typename T>
-SPECDEC_HOST_DEVICE void module_norm_row(const T* x, const T* __restrict weight, float eps,
-                                         int64_t count, T* out) {
-  const float inverse = inverse_root_mean_square(x, count, eps);
+SPECDEC_HOST_DEVICE float mean(const T* x, int64_t count) {
+  float sums[kRowLanes] = {};
+  int64_t i = 0;
+  for (; i + kRowLanes <= count; i += kRowLanes) {
+    for (int64_t lane = 0; lane < kRowLanes; ++lane) {
+      sums[lane] = exact_add(sums[lane], to_float(x[i + lane]));
+    }
+  }
+  for (int64_t lane = 0; i + lane < count; ++lane) {
+    sums[lane] = exact_add(sums[lane], to_float(x[i + lane]));
+  }
+  return combine_lanes(sums, exact_add) / static_cast<float>(count);
+}
+
+template <NormKind kind, typename T>
+SPECDEC_HOST_DEVICE void module_norm_row(const T* x, const ModuleNorm& norm, int64_t count,
+                                         T* out) {
+  const T* __restrict weight = static_cast<const T*>(norm.weight);
+  const T* __restrict bias = static_cast<const T*>(norm.bias);
+  const float centre = kind == NormKind::kLayer ? mean(x, count) : 0.0f;
+  const float inverse = inverse_root_mean_square(x, count, norm.eps, centre);
   for (int64_t i = 0; i < count; ++i) {
-    from_float(exact_mul(rounded<T>(exact_mul(to_float(x[i]), inverse)), to_float(weight[i])),
-               out + i);
+    const float factor = to_float(weight[i]);
+    float value = exact_mul(exact_add(to_float(x[i]), -centre), inverse);
+    if constexpr (kind == NormKind::kRms) value = rounded<T>(value);
+    value = exact_mul(value, kind == NormKind::kRmsOffset ? exact_add(1.0f, factor) : factor);
+    if (kind == NormKind::kLayer && bias != nullptr) value = exact_add(value, to_float(bias[i]));
+    from_float(value, out + i);
   }
 }
 
 template <typename T>
-SPECDEC_HOST_DEVICE T turned(float x, T cosine, float other, T sine) {
+SPECDEC_HOST_DEVICE void module_norm_any(const T* x, const ModuleNorm& norm, int64_t count,
+                                         T* out) {
+  switch (norm.kind) {
+    case NormKind::kRms:
+      return module_norm_row<NormKind::kRms>(x, norm, count, out);
+    case NormKind::kRmsWide:
+      return module_norm_row<NormKind::kRmsWide>(x, norm, count, out);
+    case NormKind::kRmsOffset:
+      return module_norm_row<NormKind::kRmsOffset>(x, norm, count, out);
+    case NormKind::kLayer:
+      return module_norm_row<NormKind::kLayer>(x, norm, count, out);
+  }
+}
+
+template <typename T, typename Table>
+SPECDEC_HOST_DEVICE T turned(float x, Table cosine, float other, Table sine) {
   T sum;
-  from_float(exact_add(rounded<T>(exact_mul(x, to_float(cosine))),
-                       rounded<T>(exact_mul(other, to_float(sine)))),
+  from_float(exact_add(rounded<Table>(exact_mul(x, to_float(cosine))),
+                       rounded<Table>(exact_mul(other, to_float(sine)))),
              &sum);
   return sum;
 }
 
-template <typename T>
-SPECDEC_HOST_DEVICE void module_rotate_row(T* x, const RowNorm& norm, const T* __restrict cosines,
-                                           const T* __restrict sines, int64_t head_dim,
-                                           T* __restrict out) {
-  if (norm.weight != nullptr) {
-    module_norm_row(x, static_cast<const T*>(norm.weight), norm.eps, head_dim, x);
-  }
-  const int64_t half = head_dim / 2;
+template <typename Table, typename T>
+SPECDEC_HOST_DEVICE void turn_row(const T* x, const ModuleRotation& rotation, T* __restrict out) {
+  const Table* __restrict cosines = static_cast<const Table*>(rotation.cosines);
+  const Table* __restrict sines = static_cast<const Table*>(rotation.sines);
+  const int64_t half = rotation.rotary / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float first = to_float(x[i]), second = to_float(x[half + i]);
-    out[i] = turned(first, cosines[i], -second, sines[i]);
-    out[half + i] = turned(second, cosines[half + i], first, sines[half + i]);
+    out[i] = turned<T>(first, cosines[i], -second, sines[i]);
+    out[half + i] = turned<T>(second, cosines[half + i], first, sines[half + i]);
   }
 }
 
 template <typename T>
-SPECDEC_HOST_DEVICE void module_gate_row(const T* __restrict gate, const T* __restrict up,
-                                         int64_t count, T* __restrict out) {
-  for (int64_t i = 0; i < count; ++i) {
-    from_float(exact_mul(rounded<T>(silu(to_float(gate[i]))), to_float(up[i])), out + i);
+SPECDEC_HOST_DEVICE void module_rotate_row(T* x, const ModuleNorm& norm,
+                                           const ModuleRotation& rotation, int64_t head_dim,
+                                           T* __restrict out) {
+  if (norm.weight != nullptr) module_norm_any(x, norm, head_dim, x);
+  if (rotation.type == FloatType::kFloat32) {
+    turn_row<float>(x, rotation, out);
+  } else {
+    turn_row<BFloat16>(x, rotation, out);
+  }
+  for (int64_t i = rotation.rotary; i < head_dim; ++i) out[i] = x[i];
+}
+
+template <float (*activation)(float), typename T>
+SPECDEC_HOST_DEVICE void module_activate_row(const T* __restrict gate, const T* __restrict up,
+                                             int64_t count, T* __restrict out) {
+  if (up == nullptr) {
+    for (int64_t i = 0; i < count; ++i) from_float(activation(to_float(gate[i])), out + i);
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      from_float(exact_mul(rounded<T>(activation(to_float(gate[i]))), to_float(up[i])), out + i);
+    }
   }
 }
 
-SPECDEC_ROWS_TARGET void module_norm(FloatType type, const void* x, const RowNorm& norm,
+template <typename T>
+SPECDEC_HOST_DEVICE void module_activate_any(Activation activation, const T* gate, const T* up,
+                                             int64_t count, T* out) {
+  switch (activation) {
+    case Activation::kSilu:
+      return module_activate_row<silu>(gate, up, count, out);
+    case Activation::kGelu:
+      return module_activate_row<gelu>(gate, up, count, out);
+    case Activation::kGeluTanh:
+      return module_activate_row<gelu_tanh>(gate, up, count, out);
+  }
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void module_add_row(const T* __restrict y, float scale, int64_t count,
+                                        T* __restrict x) {
+  for (int64_t i = 0; i < count; ++i) {
+    from_float(exact_add(to_float(x[i]), rounded<T>(exact_mul(to_float(y[i]), scale))), x + i);
+  }
+}
+
+SPECDEC_ROWS_TARGET void module_norm(FloatType type, const void* x, const ModuleNorm& norm,
                                      int64_t count, void* out) {
   if (type == FloatType::kFloat32) {
-    return module_norm_row(static_cast<const float*>(x), static_cast<const float*>(norm.weight),
-                           norm.eps, count, static_cast<float*>(out));
+    return module_norm_any(static_cast<const float*>(x), norm, count, static_cast<float*>(out));
   }
-  module_norm_row(static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(norm.weight),
-                  norm.eps, count, static_cast<BFloat16*>(out));
+  module_norm_any(static_cast<const BFloat16*>(x), norm, count, static_cast<BFloat16*>(out));
 }
 
-SPECDEC_ROWS_TARGET void module_rotate(FloatType type, void* x, const RowNorm& norm,
-                                       const void* cosines, const void* sines, int64_t head_dim,
+SPECDEC_ROWS_TARGET void module_rotate(FloatType type, void* x, const ModuleNorm& norm,
+                                       const ModuleRotation& rotation, int64_t head_dim,
                                        void* out) {
   if (type == FloatType::kFloat32) {
-    return module_rotate_row(static_cast<float*>(x), norm, static_cast<const float*>(cosines),
-                             static_cast<const float*>(sines), head_dim, static_cast<float*>(out));
+    return module_rotate_row(static_cast<float*>(x), norm, rotation, head_dim,
+                             static_cast<float*>(out));
   }
-  module_rotate_row(static_cast<BFloat16*>(x), norm, static_cast<const BFloat16*>(cosines),
-                    static_cast<const BFloat16*>(sines), head_dim, static_cast<BFloat16*>(out));
+  module_rotate_row(static_cast<BFloat16*>(x), norm, rotation, head_dim,
+                    static_cast<BFloat16*>(out));
 }
 
-SPECDEC_ROWS_TARGET void module_gate(FloatType type, const void* gate, const void* up,
-                                     int64_t count, void* out) {
+SPECDEC_ROWS_TARGET void module_activate(FloatType type, Activation activation, const void* gate,
+                                         const void* up, int64_t count, void* out) {
   if (type == FloatType::kFloat32) {
-    return module_gate_row(static_cast<const float*>(gate), static_cast<const float*>(up), count,
-                           static_cast<float*>(out));
+    return module_activate_any(activation, static_cast<const float*>(gate),
+                               static_cast<const float*>(up), count, static_cast<float*>(out));
   }
-  module_gate_row(static_cast<const BFloat16*>(gate), static_cast<const BFloat16*>(up), count,
-                  static_cast<BFloat16*>(out));
+  module_activate_any(activation, static_cast<const BFloat16*>(gate),
+                      static_cast<const BFloat16*>(up), count, static_cast<BFloat16*>(out));
+}
+
+SPECDEC_ROWS_TARGET void module_add(FloatType type, const void* y, float scale, int64_t count,
+                                    void* x) {
+  if (type == FloatType::kFloat32) {
+    return module_add_row(static_cast<const float*>(y), scale, count, static_cast<float*>(x));
+  }
+  module_add_row(static_cast<const BFloat16*>(y), scale, count, static_cast<BFloat16*>(x));
 }
 
 SPECDEC_ROWS_TARGET void norm(FloatType type, const void* x, const RowNorm& norm, int64_t count,
@@ -266,7 +346,8 @@ constexpr RowOps kRows{.norm = norm,
                        .gate = gate,
                        .module_norm = module_norm,
                        .module_rotate = module_rotate,
-                       .module_gate = module_gate,
+                       .module_activate = module_activate,
+                       .module_add = module_add,
                        .sum_logits = sum_logits,
                        .couple_logits = couple_logits,
                        .pick_logits = pick_logits};

@@ -1,57 +1,68 @@
-// decoder_layers: the layers of a Llama-like decoder over the nodes of draft trees or over columns of
-// prompts, and the final norm. With h the input, a layer computes
+// decoder_layers: the layers of a decoder over the nodes of draft trees or over columns of prompts,
+// and the final norm. With h the input, a layer computes
 //
-//   x = norm(h);  q, k, v = x Wq, x Wk, x Wv (+ biases);  q, k = norm(q), norm(k) where the model
-//   has such norms;  q, k = rotate(q), rotate(k);  k, v go to cache slots [start, start + nodes)
-//   h = h + attention(q, cache) Wo;  x = norm(h);  h = h + (silu(x Wg) * x Wu) Wd
+//   x = norm(h);  q, k, v = x Wq, x Wk, x Wv (+ biases);  q, k = norm(q), norm(k)
+//   q, k = rotate(q), rotate(k);  k, v go to cache slots [start, start + nodes)
+//   h = h + norm(attention(q, cache) Wo) * residual_scale;  x = norm(h)
+//   h = h + norm((activation(x Wg) * x Wu) Wd) * residual_scale
 //
-// where norm(x) is x / sqrt(mean(x^2) + eps) * weight. Results are rounded to the type after every
-// operation, as in a model that stores a tensor after each. Products follow linear.h (for few rows,
-// in a prompt for many), attention follows tree_attention.h, so the bits of a node do not depend on
-// the other nodes.
+// A layer does not have to have all norms, rotations and gates (Wg). In parallel layers, both parts
+// read the input: h = (mlp(norm(h)) + attention(norm(h))) + h. Results are rounded to the type after
+// every operation, as in a model that stores a tensor after each. Products follow linear.h (for few
+// rows, in a prompt for many), attention follows tree_attention.h, so the bits of a node do not
+// depend on the other nodes.
 #pragma once
 
 #include <span>
 
 #include "specdec/core/float_types.h"
+#include "specdec/decoder_form.h"
 #include "specdec/linear.h"
 #include "specdec/tree_attention.h"
 
 namespace specdec {
 
 struct DecoderMatrix {
-  const void* weight;     // [outs, ins], last dimension contiguous
+  const void* weight;     // [outs, ins], last dimension contiguous; null: the layer has none
   int64_t weight_stride;  // elements; bytes for codes
   WeightCodes codes;      // linear.h
   const void* bias;       // [outs] contiguous, or null
   int64_t outs;
 };
 
+// Without a weight there is no norm.
+struct DecoderNorm {
+  const void* weight;
+  const void* bias;
+};
+
 struct DecoderLayer {
-  const void* input_norm;  // [hidden], like all norms of a layer except query_norm and key_norm
-  DecoderMatrix query;
+  DecoderNorm attention_norm;  // [hidden], like all norms of a layer except query_norm and key_norm
+  DecoderMatrix query;         // without a key: the rows of queries, keys and values
   DecoderMatrix key;
   DecoderMatrix value;
-  const void* query_norm;  // [head_dim], or null
-  const void* key_norm;    // [head_dim], or null
+  DecoderNorm query_norm;  // [head_dim], or [heads * head_dim] if head_norms_are_wide
+  DecoderNorm key_norm;
   DecoderMatrix output;
-  const void* post_norm;
-  DecoderMatrix gate;
+  DecoderNorm attention_output_norm;
+  DecoderNorm mlp_norm;
+  DecoderMatrix gate;  // without an up: the rows of gate and up; null: the activation of up
   DecoderMatrix up;
   DecoderMatrix down;
+  DecoderNorm mlp_output_norm;
+  const void* cosines;  // [batch or 1, nodes, rotary] contiguous; null: no rotation
+  const void* sines;
   KvTensor keys;    // [batch, kv_heads, slots, head_dim], written to
   KvTensor values;  // likewise
   int64_t window;   // 0: none
 };
 
 struct DecoderParams {
-  FloatType type;         // float32 or bfloat16, for all tensors
-  const void* input;      // [batch, nodes, hidden] contiguous
-  const void* cosines;    // [batch or 1, nodes, head_dim] contiguous
-  const void* sines;      // likewise
-  int64_t rotation_rows;  // batch or 1
+  FloatType type;           // float32 or bfloat16, for all tensors but cosines and sines
+  FloatType rotation_type;  // `type` or float32
+  const void* input;        // [batch, nodes, hidden] contiguous
   std::span<const DecoderLayer> layers;
-  const void* final_norm;               // [hidden]
+  DecoderNorm final_norm;               // [hidden]
   const int64_t* ancestors;             // [batch, nodes, words] contiguous, or null: a prompt
   View1<const int64_t> prefix_starts;   // [batch] slot of position 0
   View1<const int64_t> prefix_lengths;  // [batch] committed tokens
@@ -61,10 +72,19 @@ struct DecoderParams {
   int64_t hidden;
   int64_t heads;
   int64_t kv_heads;
-  int64_t head_dim;  // even
+  int64_t head_dim;
   int64_t intermediate;
-  float eps;
-  float scale;  // of the dot products
+  int64_t rotation_rows;  // of cosines and sines: batch or 1
+  int64_t rotary;         // numbers of a head that are rotated; even
+  NormKind norm;
+  Activation activation;
+  bool head_norms_are_wide;  // query_norm and key_norm are over all heads of a node
+  bool interleaved;          // one matrix has the rows head by head: query, key, value of each
+  bool parallel;             // both parts of a layer read its input; no norms of their outputs
+  float eps;                 // of all norms
+  float scale;               // of the dot products
+  float softcap;             // of the scores, as in tree_attention; 0: none
+  float residual_scale;      // of what a layer adds
 
   void* states;  // [layers, batch, nodes, hidden], the output of each layer
   void* output;  // [batch, nodes, hidden], the last layer's output after the final norm

@@ -1,9 +1,10 @@
-// Random bits, noise and exp against published values and the C library.
+// Random bits, noise, exp and erf against published values and the C library.
 #include <cmath>
 #include <vector>
 
 #include "check.h"
 #include "cpu/math/philox.h"
+#include "specdec/math/erf.h"
 #include "specdec/math/exp.h"
 #include "specdec/sampling/rng.h"
 
@@ -65,6 +66,19 @@ void test_exp() {
   }
 }
 
+void test_erf() {
+  CHECK(erf_approx(0) == 0 && erf_approx(INFINITY) == 1 && erf_approx(-INFINITY) == -1);
+  CHECK(std::isnan(erf_approx(NAN)));
+  const int32_t end = float_to_bits(5.0f);
+  for (int64_t bits = float_to_bits(0x1p-30f); bits < end; bits += 1009) {
+    const float x = bits_to_float(static_cast<int32_t>(bits));
+    const double exact = std::erf(static_cast<double>(x));
+    const double unit = std::ldexp(1.0, std::ilogb(exact) - 23);
+    CHECK(std::abs(erf_approx(x) - exact) <= 1.2 * unit);
+    CHECK(erf_approx(-x) == -erf_approx(x));
+  }
+}
+
 }  // namespace
 
 void test_numbers() {
@@ -72,6 +86,7 @@ void test_numbers() {
   test_gumbel_bound();
   test_bulk_bits();
   test_exp();
+  test_erf();
 }
 
 }  // namespace specdec

@@ -4,13 +4,13 @@ On the CPU the target's linear layers and its attention accumulate in an order t
 and the tokens before it, not on the size of the batch or of the tree. So verification makes the comparisons
 of plain decoding, also in bfloat16, and near-ties between two tokens have the same result.
 
-This is true for models whose matrix products are ``nn.Linear`` and whose attention is sdpa, without paddings
-between tokens.
+This is true for models whose matrix products are ``nn.Linear`` and whose attention is sdpa, and for those
+that one op runs, without paddings between tokens.
 """
 
 import pytest
 import torch
-from helpers.models.tiny import VOCAB, ScriptedDrafter, generated, prompts, tiny_model
+from helpers.models.tiny import DECODERS, VOCAB, ScriptedDrafter, generated, prompts, tiny_model
 from torch import Tensor
 
 import specdec_ext
@@ -46,7 +46,10 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=["llama", "qwen3", "mistral-window", "phi"])
+NAMES = ["llama", "qwen3", "mistral-window", "phi", "gemma2-window", "gemma3-window", *DECODERS]
+
+
+@pytest.fixture(params=NAMES)
 def model(request, dtype):
     return tiny_model(request.param, dtype=dtype)
 

@@ -112,7 +112,21 @@ CACHES: dict[str, tuple[str, dict]] = {
     "doge-keep": ("doge", {"keep_window_size": 8}),
     "moshi-window": ("moshi", {"sliding_window": 8, "ffn_dim": 64, "head_dim": 8}),
 }  # fmt: skip
-CONFIGS |= COUNTING | BY_DISTANCE | CACHES
+_HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+# Decoders that one op runs (the direct pass), beside some of those above.
+DECODERS: dict[str, tuple[str, dict]] = {
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "phi3-window": ("phi3", {"sliding_window": 8}),
+    "phi3-half": ("phi3", {"rope_parameters": _HALF}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "granite": ("granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5,
+        "attention_multiplier": 0.2}),
+    "olmo2": ("olmo2", {}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 8}),
+    "gpt_neox": ("gpt_neox", {"rope_parameters": _HALF}),
+    "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+}  # fmt: skip
+CONFIGS |= COUNTING | BY_DISTANCE | CACHES | DECODERS
 CONFIGS["gpt2-short"] = ("gpt2", {**CONFIGS["gpt2"][1], "max_position_embeddings": 32})
 
 
@@ -142,6 +156,16 @@ def random_model(
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def with_varied_vectors(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model whose norms and biases are not one and zero, so that they matter."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model
 
 
 def model_without_layers() -> PreTrainedModel:

@@ -173,6 +173,9 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
+    **{
+        name: {"is_decoder": False} for name in ("gpt_neox", "gpt_neox_japanese")
+    },  # as in checkpoints
     "bamba": {"attn_layer_indices": [1, 3]},
     "blenderbot": {"encoder_layers": LAYERS},
     "blt": {"num_hidden_layers": LAYERS},  # the config of its caches lacks the number

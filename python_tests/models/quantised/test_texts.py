@@ -29,7 +29,7 @@ def text(name, weights, symmetric, batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("drafter", ["none", "ngram", "noisy_chain", "oracle_tree"])
+@pytest.mark.parametrize("drafter", ["none", "noisy_chain", "oracle_tree"])
 @pytest.mark.parametrize(
     ("name", "weights", "symmetric"),
     [
@@ -66,8 +66,8 @@ def test_quantising_changes_texts():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bundled_model_with_its_head(dtype):
-    """A head that shares the target's output head needs it as numbers."""
-    model = quantize(assets.load_target(dtype), "int4", head=None)
+    """One seed is one text, in half precision, too: drafts do not change a bit of the logits."""
+    model = quantize(assets.load_target(dtype), "int4")
     head = specdec_ext.load_draft(assets.FOLDER / "tiny-python-head")
     ids = assets.load_tokenizer()("def area(width, height):\n", return_tensors="pt").input_ids
     kwargs = dict(max_new_tokens=48, seed=1, do_sample=True, return_dict_in_generate=True)

@@ -1,22 +1,25 @@
-"""``DirectPass``: run all layers of a Llama-like decoder with one op instead of its modules.
+"""``DirectPass``: run all layers of a decoder with one op instead of its modules.
 
-Many decoders are Llama under another name, and for a small one the Python code of its modules takes longer
-than the arithmetic. If the code of every module equals that of a known decoder (``known_code.py``), byte for
-byte, one call of ``ops.decoder_layers`` replaces all layers. The op reads the model's own weights without a
-copy, and uses the same row-invariant matrix products and attention as other block passes.
+Most decoders are built from the same parts, and for a small one the Python code of its modules takes longer
+than the arithmetic. If the code of every module equals that of a known family (``decoder_families.py``,
+``known_code.py``), byte for byte, one call of ``ops.decoder_layers`` replaces all layers. The op reads the
+model's own weights without a copy, and uses the same row-invariant matrix products and attention as other
+block passes.
 
-A model is excluded if it was modified or is observed: hooks, a ``forward`` set on an instance, code from
-outside of transformers, subclasses of ``nn.Linear``, quantised or parametrized weights, compilation. The
-first prompt of a model and the first pass over a draft tree are computed both ways, and the logits are
-compared.
+The matrices may be weights in 8 or 4 bits (``models/quantised``). A model is excluded if it was modified or
+is observed: hooks, a ``forward`` set on an instance, code from outside of transformers, other subclasses of
+``nn.Linear``, parametrized weights, compilation. The first prompt of a model and the first pass over a draft
+tree are computed both ways, and the logits are compared.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,17 +34,16 @@ from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
 from specdec_ext.models.passes.attention import TreeBlock
-from specdec_ext.models.passes.known_code import (
-    has_global_hooks,
-    is_known,
-    is_llama,
-    is_untouched,
+from specdec_ext.models.passes.decoder_families import FAMILIES, Family
+from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks, is_untouched
+from specdec_ext.models.passes.linears import is_readable, matrix_of
+from specdec_ext.ops.decoder_layers import (
+    LAYER_MATRICES,
+    LAYER_TENSORS,
+    Activation,
+    DecoderForm,
 )
-from specdec_ext.models.passes.linears import is_plain
-
-_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
+from specdec_ext.ops.quantise import QuantisedWeight
 
 # Kinds of passes.
 PROMPT, TREE = "prompt", "tree"
@@ -71,27 +73,43 @@ class DirectPass:
     """The embeddings, all layers, the final norm and the output head of one model.
 
     Attributes:
-        kinds: classes of the modules, as for :func:`is_known`.
+        kinds: classes of the modules, as for :func:`has_code_of`.
+        embedding_scale: factor of the embeddings, None for 1.
+        rotations: one function for each table of rotations: states, position ids -> cosines, sines.
+        weights, scales, levels: as :func:`specdec_ext.ops.decoder_layers` takes them.
+        logits_divisor, logits_cap: the logits are divided by one, and capped like attention scores by the
+            other; None to leave them.
         windows: sliding window of each layer, 0 for full attention.
     """
 
+    family: Family
     kinds: dict[str, frozenset[type]]
     embedding: Tensor
-    rotary: Callable[..., tuple[Tensor, Tensor]]
+    embedding_scale: Tensor | float | None
+    rotations: list[Callable[..., tuple[Tensor, Tensor]]]
     weights: list[Tensor]
-    head: nn.Linear
+    scales: list[Tensor]
+    levels: Tensor | None
+    head: nn.Module
+    logits_divisor: float | None
+    logits_cap: float | None
     windows: list[int]
     kv_heads: int
     head_dim: int
     eps: float
     scale: float
+    form: DecoderForm
 
-    def serves(self, layers: Sequence[Any]) -> bool:
-        """Whether these cache layers match the decoder layers one by one."""
+    def serves(self, implementation: str, layers: Sequence[Any]) -> bool:
+        """Whether this attention computes the same, and these cache layers match the decoder layers."""
         # A cache layer without a window is fine: it keeps all tokens.
-        return len(layers) == len(self.windows) and all(
-            type(layer) is RollbackLayer and layer.window in (None, window)
-            for layer, window in zip(layers, self.windows, strict=True)
+        return (
+            implementation == self.family.implementation
+            and len(layers) == len(self.windows)
+            and all(
+                type(layer) is RollbackLayer and layer.window in (None, window)
+                for layer, window in zip(layers, self.windows, strict=True)
+            )
         )
 
     def __call__(
@@ -111,6 +129,8 @@ class DirectPass:
         """
         rows, nodes = tokens.shape
         hidden = nn.functional.embedding(tokens, self.embedding)
+        if (factor := self.embedding_scale) is not None:
+            hidden = hidden * (factor.to(hidden.dtype) if isinstance(factor, Tensor) else factor)
         caches = []
         for layer in layers:
             layer.reserve(block.stop)
@@ -121,11 +141,11 @@ class DirectPass:
             caches += layer.buffers
         if len(caches[0]) != rows:
             caches = [buffer[:rows] for buffer in caches]
-        cosines, sines = self.rotary(hidden, position_ids=position_ids)
+        tables = [rotation(hidden, position_ids) for rotation in self.rotations]
         states, output = ops.decoder_layers(
             hidden,
-            cosines,
-            sines,
+            [cosines for cosines, _ in tables],
+            [sines for _, sines in tables],
             self.weights,
             caches,
             self.windows,
@@ -136,9 +156,18 @@ class DirectPass:
             self.head_dim,
             self.eps,
             self.scale,
+            self.scales,
+            self.levels,
+            self.form,
         )
         scored = output if kept is None else output[:, kept]
-        logits = ops.linear(scored, self.head.weight, self.head.bias)
+        weight, bias = matrix_of(self.head)
+        assert weight is not None  # it had one when this pass was made
+        logits = ops.linear(scored, weight, bias)
+        if self.logits_divisor is not None:
+            logits = logits / self.logits_divisor
+        if self.logits_cap is not None:  # torch's tanh has the same bits in passes of all sizes
+            logits = torch.tanh(logits / self.logits_cap) * self.logits_cap
         return logits, (hidden, states, output)
 
 
@@ -149,7 +178,8 @@ def usable(model: PreTrainedModel, direct: DirectPass | None) -> DirectPass | No
         or False in _agreed.get(model, {}).values()
         or torch.is_autocast_enabled("cpu")
         or has_global_hooks()
-        or not is_known(direct.kinds)  # classes and functions can be replaced at any time
+        # Classes and functions can be replaced at any time.
+        or not has_code_of(direct.family, direct.kinds)
     ):
         return None
     return direct
@@ -159,10 +189,7 @@ def read_direct_pass(model: PreTrainedModel) -> DirectPass | None:
     """Return the direct pass of a model, or None if the model is not eligible."""
     if not is_untouched(model):
         return None
-    try:
-        return _read(model)
-    except (AttributeError, KeyError):  # a module of the supported families is missing
-        return None
+    return next(filter(None, (_read(model, family) for family in FAMILIES)), None)
 
 
 def agrees(model: nn.Module, kind: str, directly: Tensor, by_modules: Tensor) -> bool:
@@ -187,69 +214,199 @@ def is_agreed(model: nn.Module, kind: str) -> bool:
     return _agreed.get(model, {}).get(kind, False)
 
 
-def _read(model: Any) -> DirectPass | None:
-    decoder = getattr(model, model.base_model_prefix)
-    head, embedding, norm = model.lm_head, decoder.embed_tokens, decoder.norm
+def _read(model: Any, family: Family) -> DirectPass | None:
+    """Return the direct pass of a model, or None if it is not of this family."""
+    try:
+        decoder = getattr(model, model.base_model_prefix)
+        parts = _parts(model, decoder, family)
+        kinds = {kind: frozenset(map(type, modules)) for kind, modules in parts.items()}
+        if not has_code_of(family, kinds) or not _has_modules_of(family, model, decoder):
+            return None
+        return _described(model, decoder, family, kinds)
+    except (AttributeError, KeyError):  # a part of the family is missing
+        return None
+
+
+def _parts(model: Any, decoder: Any, family: Family) -> dict[str, list[Any]]:
+    """Return the modules whose code has to be that of the family, by kind."""
     layers = list(decoder.layers)
-    first = layers[0].self_attn
     parts = {
         "ForCausalLM": [model],
         "Model": [decoder],
         "DecoderLayer": layers,
-        "Attention": [layer.self_attn for layer in layers],
+        "Attention": _each(layers, family.attention),
         "MLP": [layer.mlp for layer in layers],
-        "RMSNorm": list(_norms(decoder)),
+        "RMSNorm": _norms(decoder, family),
+        "TextScaledWordEmbedding": [getattr(decoder, family.embedding)],
     }
-    linears = [head, *(linear for layer in layers for linear in _linears(layer))]
-    activations = [layer.mlp.act_fn for layer in layers]
-    shaped = (
+    return {kind: parts[kind] for kind in family.classes}
+
+
+def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
+    """Whether all modules are there, no others, and those whose code is not compared are torch's own."""
+    embedding: Any = getattr(decoder, family.embedding)
+    scales = "TextScaledWordEmbedding" in family.classes
+    in_decoder = {family.embedding, "layers", family.final_norm, "rotary_emb"}
+    matrices = [
+        matrix
+        for name, path in family.modules.items()
+        if name in LAYER_MATRICES
+        for matrix in _each(decoder.layers, path)
+    ]
+    idle = [module for path in family.idle for module in _each(decoder.layers, path)]
+    idle += [getattr(decoder, name) for name in family.idle_in_decoder]
+    return (
         _children(model) == {model.base_model_prefix, "lm_head"}
-        and _children(decoder) == {"embed_tokens", "layers", "norm", "rotary_emb"}
-        and all(_children(layer) == {*_LAYER} for layer in layers)
-        and all(_children(layer.mlp) == {*_MLP} for layer in layers)
+        and _children(decoder) == in_decoder | family.idle_in_decoder
+        and len(decoder.layers) == decoder.config.num_hidden_layers
         and all(
-            _children(attention) in ({*_PROJECTIONS}, {*_PROJECTIONS, "q_norm", "k_norm"})
-            for attention in parts["Attention"]
+            {name for name, _ in layer.named_modules()} == family.paths for layer in decoder.layers
         )
-        and type(embedding) is nn.Embedding
+        and (type(embedding).__base__ if scales else type(embedding)) is nn.Embedding
         and embedding.max_norm is None
-        and all(type(linear) is nn.Linear and is_plain(linear) for linear in linears)
-        and all(type(act) in (nn.SiLU, type(ACT2FN["silu"])) for act in activations)
+        and all(type(module) is nn.Dropout for module in idle)
+        and all(map(is_readable, (model.lm_head, *matrices)))
+        and (
+            "RMSNorm" in family.classes
+            or all(type(norm) is nn.LayerNorm for norm in _norms(decoder, family))
+        )
     )
-    if not shaped or len(layers) != decoder.config.num_hidden_layers:
+
+
+def _described(
+    model: Any, decoder: Any, family: Family, kinds: dict[str, frozenset[type]]
+) -> DirectPass | None:
+    """Return the direct pass of a model with the code and the modules of a family, None for odd values."""
+    config, layers = decoder.config, list(decoder.layers)
+    embedding = _weight(getattr(decoder, family.embedding))
+    attentions, norms = _each(layers, family.attention), _norms(decoder, family)
+    final = getattr(decoder, family.final_norm)
+    first: Any = attentions[0]
+    head_dim: int = getattr(first, family.head_dim)
+    kv_heads = _kv_heads(layers[0], first, head_dim, config, family)
+    activations = {_activation(each) for each in _each(layers, family.activation)}
+    activation = min(activations, key=lambda each: each is not None)
+    uniform = [
+        *((layers, name) for name in (family.residual_scale, family.parallel)),
+        *((attentions, name) for name in (family.softcap, family.head_dim, "scaling")),
+        (norms, family.eps),
+    ]
+    found = [_weights(layer, family) for layer in layers]
+    codes = [each for own in found for each in own.values() if isinstance(each, QuantisedWeight)]
+    plain = [each for own in found for each in own.values() if isinstance(each, Tensor)]
+    tensors = [embedding, *(tensor for tensor in [*plain, *_vectors(final)] if tensor.numel())]
+    tables, rotations = _rotations(decoder, attentions, family)
+    if not (
+        all(tensor.dtype == embedding.dtype and tensor.is_cpu for tensor in tensors)
+        and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and all(each.levels is codes[0].levels for each in codes)
+        and all(
+            len({getattr(each, name) for each in those}) == 1 for those, name in uniform if name
+        )
+        and [each.layer_idx for each in attentions] == [*range(len(layers))]
+        and all(each.is_causal for each in attentions)
+        and not getattr(config, "use_bidirectional_attention", None)
+        and len(activations) == 1
+        and activation is not None
+        and kv_heads is not None
+        and _fits_heads(decoder, head_dim, family)
+    ):
         return None
-    weights = [tensor for layer in layers for tensor in _weights(layer)] + [_weight(norm)]
-    vectors = [tensor for tensor in [*weights, _weight(embedding)] if tensor.numel()]
-    dtype = head.weight.dtype
-    same = (
-        all(tensor.dtype == dtype and tensor.is_cpu for tensor in vectors)
-        and all(type(tensor) is nn.Parameter and tensor.is_contiguous() for tensor in vectors)
-        and len({each.variance_epsilon for each in parts["RMSNorm"]}) == 1
-        and [each.layer_idx for each in parts["Attention"]] == [*range(len(layers))]
-        and {each.scaling for each in parts["Attention"]} == {first.scaling}
-        and {each.head_dim for each in parts["Attention"]} == {first.head_dim}
-        and 2 * decoder.rotary_emb.inv_freq.numel() == first.head_dim
+
+    def value(owner: Any, name: str | None, default: Any = None) -> Any:
+        return default if name is None else attrgetter(name)(owner)
+
+    form = DecoderForm(
+        norm=family.norm,
+        activation=activation,
+        interleaved=family.interleaved,
+        parallel=bool(value(layers[0], family.parallel)),
+        softcap=value(first, family.softcap) or 0.0,
+        residual_scale=value(layers[0], family.residual_scale, 1.0),
+        tables=tables,
     )
-    kinds = {part: frozenset(map(type, modules)) for part, modules in parts.items()}
-    if not same or not is_known(kinds):
-        return None
     return DirectPass(
+        family,
         kinds,
-        _weight(embedding),
-        decoder.rotary_emb,
-        weights,
-        head,
-        _windows(decoder),
-        first.k_proj.out_features // first.head_dim,
-        first.head_dim,
-        norm.variance_epsilon,
+        embedding,
+        value(decoder, family.embedding_scale),
+        rotations,
+        *_in_order(found, _vectors(final)),
+        codes[0].levels if codes else None,
+        model.lm_head,
+        value(config, family.logits_divisor),
+        value(config, family.logits_cap),
+        _windows(decoder, family),
+        kv_heads,
+        head_dim,
+        getattr(final, family.eps),
         first.scaling,
+        form,
     )
 
 
-def _windows(decoder: Any) -> list[int]:
-    if is_llama(decoder):
-        return [0] * len(decoder.layers)  # Llama's code ignores windows in its config
+def _each(layers: Sequence[Any], path: str) -> list[Any]:
+    """Return the module at this path of each layer."""
+    return [layer.get_submodule(path) for layer in layers]
+
+
+def _norms(decoder: Any, family: Family) -> list[Any]:
+    paths = [path for name, path in family.modules.items() if name not in LAYER_MATRICES]
+    inside = [norm for path in paths for norm in _each(decoder.layers, path)]
+    return [*inside, getattr(decoder, family.final_norm)]
+
+
+def _activation(module: Any) -> Activation | None:
+    """Return what an activation module computes; None if the op does not know it."""
+    kind, gelu = type(module), nn.functional.gelu
+    if kind in (nn.SiLU, type(ACT2FN["silu"])):
+        return Activation.SILU
+    if kind is type(ACT2FN["gelu"]) and module.act is gelu:
+        return Activation.GELU
+    if kind is type(ACT2FN["gelu_pytorch_tanh"]) and isinstance(module.act, partial):
+        act = module.act
+        if act.func is gelu and not act.args and act.keywords == {"approximate": "tanh"}:
+            return Activation.GELU_TANH
+    return None
+
+
+def _kv_heads(layer: Any, attention: Any, head_dim: int, config: Any, family: Family) -> int | None:
+    """Return the number of heads of keys; None if the joined matrix has not as many rows as it should."""
+    if "key" in family.modules:
+        return layer.get_submodule(family.modules["key"]).out_features // head_dim
+    heads = config.num_attention_heads
+    kv_heads = heads if family.interleaved else attention.num_key_value_heads
+    rows = layer.get_submodule(family.modules["query"]).out_features
+    return kv_heads if rows == (heads + 2 * kv_heads) * head_dim else None
+
+
+def _rotations(
+    decoder: Any, attentions: list[Any], family: Family
+) -> tuple[tuple[int, ...], list[Callable[..., tuple[Tensor, Tensor]]]]:
+    """Return the table of each layer, and what computes the tables."""
+    rotary = decoder.rotary_emb
+    if family.rotations_by_type:
+        kinds = decoder.config.layer_types[: len(attentions)]
+        names = sorted(set(kinds))
+        tables = tuple(map(names.index, kinds))
+        return tables, [partial(rotary, layer_type=name) for name in names]
+    rotates = family.rotates
+    turned = tuple(0 if rotates is None or getattr(each, rotates) else -1 for each in attentions)
+    return turned, [rotary]
+
+
+def _fits_heads(decoder: Any, head_dim: int, family: Family) -> bool:
+    """Whether the rotations are those of whole heads, or of a part if the code allows it."""
+    types = set(decoder.config.layer_types) if family.rotations_by_type else {""}
+    names = [f"{name}_inv_freq" if name else "inv_freq" for name in types]
+    sizes = [2 * getattr(decoder.rotary_emb, name).numel() for name in names]
+    return all(size <= head_dim if family.partly_rotated else size == head_dim for size in sizes)
+
+
+def _windows(decoder: Any, family: Family) -> list[int]:
+    if not family.windowed:
+        return [0] * len(decoder.layers)
     cache = adopt_cache(None, decoder.config)
     return [window or 0 for window in attention_windows(cache, decoder.config)]
 
@@ -258,52 +415,44 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _norms(decoder: Any) -> Iterator[Any]:
-    yield decoder.norm
-    for layer in decoder.layers:
-        yield from (layer.input_layernorm, layer.post_attention_layernorm)
-        if hasattr(layer.self_attn, "q_norm"):
-            yield from (layer.self_attn.q_norm, layer.self_attn.k_norm)
-
-
-def _linears(layer: Any) -> list[nn.Linear]:
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        *(getattr(attention, name) for name in _PROJECTIONS),
-        mlp.gate_proj,
-        mlp.up_proj,
-        mlp.down_proj,
-    ]
-
-
 def _weight(module: nn.Module) -> Tensor:
     weight = module._parameters["weight"]
-    assert weight is not None
+    if weight is None:
+        raise KeyError("weight")
     return weight
 
 
-def _weights(layer: Any) -> list[Tensor]:
-    """Return the tensors of one layer in the order of ``LAYER_TENSORS``; empty if absent."""
-    nothing = _weight(layer.input_layernorm).new_empty(0)
+def _vectors(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the weight of a norm and its bias, which is empty if there is none."""
+    weight, bias = _weight(norm), norm._parameters.get("bias")
+    return weight, weight.new_empty(0) if bias is None else bias
 
-    def linear(module: nn.Linear) -> list[Tensor]:
-        bias = module._parameters["bias"]
-        return [_weight(module), nothing if bias is None else bias]
 
-    attention, mlp = layer.self_attn, layer.mlp
-    query, key, value, output = (linear(getattr(attention, name)) for name in _PROJECTIONS)
-    norms = [nothing, nothing]
-    if hasattr(attention, "q_norm"):
-        norms = [_weight(attention.q_norm), _weight(attention.k_norm)]
-    return [
-        _weight(layer.input_layernorm),
-        *query,
-        *key,
-        *value,
-        *norms,
-        *output,
-        _weight(layer.post_attention_layernorm),
-        *linear(mlp.gate_proj),
-        *linear(mlp.up_proj),
-        *linear(mlp.down_proj),
-    ]
+def _weights(layer: Any, family: Family) -> dict[str, Tensor | QuantisedWeight]:
+    """Return what a layer has of ``LAYER_TENSORS``."""
+    found: dict[str, Tensor | QuantisedWeight] = {}
+    for name, path in family.modules.items():
+        module = layer.get_submodule(path)
+        weight, bias = matrix_of(module) if name in LAYER_MATRICES else _vectors(module)
+        if weight is None:
+            raise KeyError(name)
+        found[name] = weight
+        if bias is not None:
+            found[f"{name}_bias"] = bias
+    return found
+
+
+def _in_order(
+    layers: list[dict[str, Tensor | QuantisedWeight]], final: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights and the scales in the order of the op; empty tensors for what is absent."""
+    nothing = final[0].new_empty(0)
+    weights, scales = [], []
+    for own in layers:
+        for name in LAYER_TENSORS:
+            each = own.get(name, nothing)
+            weights.append(each.codes if isinstance(each, QuantisedWeight) else each)
+        for name in LAYER_MATRICES:
+            each = own.get(name, nothing)
+            scales.append(each.scales if isinstance(each, QuantisedWeight) else nothing)
+    return [*weights, *final], scales if any(each.numel() for each in scales) else []

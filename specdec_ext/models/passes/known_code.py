@@ -14,35 +14,32 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from specdec_ext.models.passes.decoder_families import Family
 from specdec_ext.models.passes.hidden_states import RecordingHook
 from specdec_ext.models.patching.forwards import own_forward_replaced
 
-# Model folders of transformers whose classes are supported -> the prefix of their class names.
-_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 _PACKAGE = Path(transformers.__file__).parent
 _CAPTURING = "transformers.utils.output_capturing"
+# Functions of a module's class that compute; those that a class does not have are skipped.
+_FUNCTIONS = ("forward", "_norm")
 
 
-def is_known(kinds: Mapping[str, Collection[Any]]) -> bool:
-    """Whether the code of all modules is that of a supported family.
+def has_code_of(family: Family, kinds: Mapping[str, Collection[Any]]) -> bool:
+    """Whether the code of all modules is that of a family.
 
     Args:
-        kinds: the end of a class name, such as ``"Attention"`` -> the classes of a model's modules of that
-            kind.
+        family: a supported family.
+        kinds: kind of module, such as ``"Attention"`` -> the classes of a model's modules of that kind.
     """
-    for part, classes in kinds.items():
-        for kind in classes:
-            codes = _codes(kind.forward)
-            if codes is None or codes not in _pattern(part, tuple(_FAMILIES)):
-                return False
-    rotations = {_rotation(kind.forward) for kind in kinds["Attention"]}
-    return rotations == {_rotation(_class("llama", "Attention").forward)} != {None}
-
-
-def is_llama(decoder: Any) -> bool:
-    """Whether the code of this decoder (the model without its output head) is that of Llama."""
-    return _codes(type(decoder).forward) in _pattern("Model", ("llama",))
+    if kinds.keys() != family.classes.keys():
+        return False
+    for kind, classes in kinds.items():
+        pattern = _pattern(family.classes[kind])
+        if any(_code(each) is None or _code(each) not in pattern for each in classes):
+            return False
+    rotations = {_rotation(each.forward) for each in kinds["Attention"]}
+    return None not in rotations and rotations <= _rotations(family.classes["Attention"])
 
 
 def has_global_hooks() -> bool:
@@ -76,15 +73,29 @@ def _hooks(module: nn.Module) -> list[Any]:
     return [hook for name in _HOOKS for hook in list(vars(module).get(name, {}).values())]
 
 
-@cache
-def _class(family: str, part: str) -> Any:
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    return getattr(module, _FAMILIES[family] + part)
+def _class(name: str) -> Any:
+    """Return the class of ``"folder.Class"``; None if the installed transformers does not have it."""
+    folder, _, name = name.partition(".")
+    try:
+        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    except ImportError:
+        return None
+    return getattr(module, name, None)
 
 
 @cache
-def _pattern(part: str, families: tuple[str, ...]) -> set[Any]:
-    return {_codes(_class(family, part).forward) for family in families}
+def _pattern(names: tuple[str, ...]) -> set[Any]:
+    return {_code(each) for each in map(_class, names) if each is not None}
+
+
+def _rotations(names: tuple[str, ...]) -> set[Any]:
+    return {_rotation(each.forward) for each in map(_class, names) if each is not None}
+
+
+def _code(kind: Any) -> tuple[Any, ...] | None:
+    """Return a value that identifies the code of a class; None if any is defined outside of transformers."""
+    codes = [_codes(getattr(kind, name)) for name in _FUNCTIONS if hasattr(kind, name)]
+    return None if None in codes else tuple(codes)
 
 
 def _rotation(attention: Callable[..., Any]) -> tuple[Any, ...] | None:

@@ -3,7 +3,7 @@
 Four kinds of passes give the same result:
 
 - *recorded*: a pass of fixed shape that is replayed, on CUDA as one graph (``graphs/``);
-- *direct*: one op computes all layers of a Llama-like decoder (``passes/direct.py``);
+- *direct*: one op computes all layers of a decoder of a known family (``passes/direct.py``);
 - *by modules with a block*: the model's own modules, with masks and attention for trees, ragged rows and
   padding (``passes/masks.py``, ``passes/attention.py``);
 - *by modules alone*: plain decoding without padding, where transformers' own masks are correct.
@@ -47,12 +47,14 @@ class PassRunner:
         self.modules, self._cache = modules, modules.cache
         self.graphs = graphs
         self.invariant_rows: float = math.inf
-        # tree_attention computes attention over slots, and replaces only this implementation.
-        self._has_attention = (
-            bool(self._cache.layers) and modules.config._attn_implementation == IMPLEMENTATION
-        )
-        serves = direct and self._has_attention and direct.serves(self._cache.cache.layers)
+        implementation = modules.config._attn_implementation
+        serves = direct and direct.serves(implementation, self._cache.cache.layers)
         self.direct = direct if serves else None
+        # Ops compute attention over slots: tree_attention, which replaces only this implementation, or all
+        # layers.
+        self._has_attention = bool(self._cache.layers) and (
+            implementation == IMPLEMENTATION or self.direct is not None
+        )
         self._compared = is_agreed(
             modules.model, TREE
         )  # whether both kinds of passes were compared
@@ -110,7 +112,8 @@ class PassRunner:
         self._cache.set_length(rows.start, rows.slack)
         directly = self._score_directly(tree, block, positions)
         self._cache.set_length(rows.start, rows.slack)
-        return agrees(self.modules.model, TREE, directly.logits, by_modules.logits)
+        active = tree.parents > -2  # what is computed for absent nodes depends on the attention
+        return agrees(self.modules.model, TREE, directly.logits[active], by_modules.logits[active])
 
     def _score_directly(self, tree: DraftTree, block: TreeBlock, positions: Tensor) -> TargetOutput:
         """Run the pass with ``ops.decoder_layers`` instead of the model's modules."""
