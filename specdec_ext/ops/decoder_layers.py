@@ -193,8 +193,8 @@ def native_form(form: DecoderForm, layers: int) -> tuple[Any, ...]:
     """Return the last arguments of the native op."""
     return (
         form.tables or [0] * layers,
-        form.norm,
-        form.activation,
+        int(form.norm),  # torch takes microseconds to read an enumeration
+        int(form.activation),
         form.interleaved,
         form.parallel,
         form.softcap,
