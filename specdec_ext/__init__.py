@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from specdec_ext.hosts import install, uninstall, write_custom_generate
     from specdec_ext.models import Support, supports
     from specdec_ext.models.graphs import free_graphs
+    from specdec_ext.models.quantised.convert import quantize
+    from specdec_ext.models.quantised.report import QuantisationReport
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
     from specdec_ext.schedule.settings import SpeculationConfig
     from specdec_ext.stats import SpeculationStats
@@ -53,6 +55,7 @@ __all__ = [
     "MtpDrafter",
     "MtpHeads",
     "NgramDrafter",
+    "QuantisationReport",
     "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeEncoderDecoderOutput",
@@ -68,6 +71,7 @@ __all__ = [
     "generate",
     "install",
     "load_draft",
+    "quantize",
     "save_draft",
     "supports",
     "uninstall",
@@ -95,6 +99,8 @@ _MODULES = {
     "stats": ("SpeculationStats",),
     "models": ("Support", "supports"),
     "models.graphs": ("free_graphs",),
+    "models.quantised.convert": ("quantize",),
+    "models.quantised.report": ("QuantisationReport",),
     "tree.draft_tree": ("DraftTree",),
     "tree.config": ("TreeConfig",),
 }

@@ -24,6 +24,7 @@ from specdec_ext import (
     ComparedRuns,
     DraftTree,
     ModelCheck,
+    QuantisationReport,
     SpeculationConfig,
     SpeculationStats,
     Support,
@@ -43,6 +44,7 @@ from specdec_ext.evaluate.breakdown import PARTS, Breakdown, Part
 from specdec_ext.evaluate.calibrate import Calibration, Trial
 from specdec_ext.evaluate.speedup import Speedup
 from specdec_ext.heads.record import HeadRecord
+from specdec_ext.models.quantised.report import QuantisedLayer
 from specdec_ext.planning.break_even import break_even
 from specdec_ext.planning.costs import StepCosts
 from specdec_ext.planning.memory import plan
@@ -130,6 +132,13 @@ TRIALS = (
     Trial((3, 17, 30), True, 128, 0.2, 0.1),
     Trial((3, 17, 30), False, 128, 0.001, 0.0),
 )
+LAYERS = tuple(
+    QuantisedLayer(
+        f"model.layers.{i}.mlp.{name}", 4 << 20, 9 << 18, "4, groups of 32, bfloat16", error
+    )
+    for i, error in enumerate((0.071, 0.083))
+    for name in ("up_proj", "down_proj")
+)
 NAMED = HeadRecord("EAGLE-3", "a default", "org/target", "abc", "0f" * 8, None, ("norm_output",))
 RESULTS = {
     "stats": lambda: stats(),
@@ -182,6 +191,13 @@ RESULTS = {
     "simulation": lambda: simulate(StepCosts.relative(0.05), Traffic.uniform([0.7]), 3, rows=2),
     "memory plan": lambda: plan(TARGET, context=512, rows=2),
     "memory plan with a limit": lambda: plan(TARGET, context=512, memory="1MiB"),
+    "quantised model": lambda: QuantisationReport(LAYERS, 5 << 20, torch.bfloat16),
+    "quantised model that was loaded": lambda: QuantisationReport(
+        tuple(replace(each, error=None) for each in LAYERS), 5 << 20, torch.bfloat16
+    ),
+    "hostile quantised model": lambda: QuantisationReport(
+        (replace(LAYERS[0], name=SCRIPT),), 5 << 20, torch.bfloat16
+    ),
     "dump": lambda: DumpSize(10**9, 32768, 10**9, 10**12),
 }
 
@@ -273,6 +289,10 @@ def test_numbers_are_whole(case):
         ("roots", "no draft, only 2 roots"),
         ("settings", "drafts where it pays: any shape of the drafter"),
         ("pinned settings", "drafts in every step: chain of 3 tokens, at most 8 nodes"),
+        ("quantised model", "4 layers of 4.50 bits per weight: 9.0 MiB instead of 32.0 MiB in bfloat16; mean "
+         "error of a layer 7.70%"),
+        ("quantised model that was loaded", "4 layers of 4.50 bits per weight: 9.0 MiB instead of 32.0 MiB in "
+         "bfloat16"),
         ("step", "step 200: loss 1.200 .. 2.300, 8,000 tokens/s; held out: mean acceptance length 2.48 "
          "greedy, 2.20 sampled at temperature 1; by position 0.71 0.66 0.64"),
     ],
@@ -311,6 +331,7 @@ def test_lines_of_computed_results():
         ("hopeless calibration", "the head was made for another target"),
         ("named head", "The checkpoint is ambiguous about norm_output"),
         ("head", "does not record the model"),
+        ("quantised model", "layers that were left out take 5.0 MiB"),
     ],
 )  # fmt: skip
 def test_sentences_say_why_and_what_to_do(case, words):

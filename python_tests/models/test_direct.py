@@ -27,7 +27,7 @@ from specdec_ext.models.compat import CACHE
 from specdec_ext.models.findings import findings_of
 from specdec_ext.models.passes import direct, known_code
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
-from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 from specdec_ext.models.patching.forwards import replaced_forward
 
 DIRECT = {"llama", "qwen3", "mistral-window", "gemma2-window", "gemma3-window", *DECODERS}
@@ -366,7 +366,7 @@ def test_activations():
 def test_changes_of_a_call_in_another_thread_keep_the_fused_pass(model):
     """Otherwise the rounding of logits would depend on the timing of threads."""
     recorder = HiddenStateRecorder(model, model.config, (0, 2, -1))
-    with row_invariant_linears(plain_linears(model)), recorder.recording():
+    with row_invariant_linears(row_invariant(model)), recorder.recording():
         assert direct_pass(model) is not None
         model(prompts((4,))[0])  # recording needs a pass
     replace_forward(model, None)

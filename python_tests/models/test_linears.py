@@ -9,7 +9,7 @@ from torch import nn
 
 from specdec_ext import ops
 from specdec_ext.models import make_target
-from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -35,7 +35,7 @@ def small_linear(**changes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linears_of_a_llama_are_row_invariant(dtype):
     model = tiny_model("llama", dtype=dtype)
-    linears = plain_linears(model)
+    linears = row_invariant(model)
     assert len(linears) == 7 * 3 + 1
     for module in linears:
         input = torch.randn(33, module.in_features).to(dtype)
@@ -52,7 +52,7 @@ def test_model_output_is_close_to_that_of_torch(name):
     ids = torch.arange(1, 9)[None]
     with torch.inference_mode():
         expected = model(ids).logits
-        with row_invariant_linears(plain_linears(model)):
+        with row_invariant_linears(row_invariant(model)):
             actual = model(ids).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -133,7 +133,7 @@ def test_hooks_still_run(op_calls):
 )
 def test_torch_computes_in_training_and_autocast(call, op_calls):
     module = small_linear()
-    with row_invariant_linears(plain_linears(module)):
+    with row_invariant_linears(row_invariant(module)):
         actual = call(module)
     assert not op_calls
     assert torch.equal(actual, call(module))
@@ -177,12 +177,12 @@ def compiled():
     ids=["subclass", "float64", "meta", "weight-norm", "compile", "compiled"],
 )
 def test_other_modules_are_not_replaced(module):
-    assert plain_linears(module) == []
+    assert row_invariant(module) == []
 
 
 def test_replaced_forward_is_kept():
     module = offloaded()
     forward = module.forward
-    with row_invariant_linears(plain_linears(module)):
+    with row_invariant_linears(row_invariant(module)):
         assert module.forward is forward
     assert module.forward is forward

@@ -30,7 +30,7 @@ from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.compat import CACHE_ARGUMENTS, LinearAttentionCacheLayerMixin
 from specdec_ext.models.passes.branches import Branches, padded
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, concatenated
-from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 from specdec_ext.models.support import Support
 from specdec_ext.tree.draft_tree import DraftTree
 
@@ -86,7 +86,7 @@ class PreparedTarget(Target):
         self._generation_config = config
         self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
         self._encodes = model.config.is_encoder_decoder
-        self._linears = plain_linears(model)
+        self._linears = row_invariant(model)
         self._recorder = HiddenStateRecorder(model, self.config, ())
         # The layers of the cache, if all of it can be cut to a length.
         self._layers: list[RollbackLayer] | None = None

@@ -26,7 +26,8 @@ def linear(
     AVX2 and AVX-512 give the same bits, except that processors with ``avx512_bf16`` treat subnormal bfloat16
     numbers and partial sums as zero.
 
-    The product with a quantised weight is that of ``input.float()`` with ``weight.dequantise()``, bit for bit.
+    The product with a quantised weight is that of ``input.float()`` with ``weight.dequantise()``, bit for
+    bit.
 
     Args:
         input: ``[..., in_features]`` float32 or bfloat16; the last dimension is contiguous, and the others

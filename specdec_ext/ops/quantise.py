@@ -28,8 +28,8 @@ class QuantisedWeight:
         codes: int8 ``[outs, ins]`` with a contiguous last dimension, or uint8 ``[outs, 16 * ceil(ins / 32)]``
             contiguous, as :meth:`pack` packs codes of 4 bits.
         scales: ``[outs, groups]`` float32 or bfloat16, or float32 ``[outs, groups, 2]`` with pairs of a scale
-            and an offset; contiguous. There is one group for all inputs, or groups of 32, 64, 128, ... inputs,
-            of which the last may be smaller.
+            and an offset; contiguous. There is one group for all inputs, or groups of 32, 64, 128, ...
+            inputs, of which the last may be smaller.
         ins: number of inputs.
         levels: ``[16]`` float32 numbers that codes of 4 bits stand for, None for 0 to 15.
     """
@@ -86,8 +86,8 @@ class QuantisedWeight:
         Args:
             codes: ``[outs, ins]`` of any integer dtype; -128 to 127 for 8 bits, 0 to 15 for 4 bits.
             scales: ``[outs, groups]`` float32, bfloat16 or float16.
-            offsets: like ``scales``; what is added to the products, None for nothing. A zero point ``z`` is an
-                offset of ``-z * scale``, which is exact in float32 if the scale has 16 bits.
+            offsets: like ``scales``; what is added to the products, None for nothing. A zero point ``z`` is
+                an offset of ``-z * scale``, which is exact in float32 if the scale has 16 bits.
             bits: 8 or 4.
             levels: see :class:`QuantisedWeight`.
 
@@ -134,7 +134,8 @@ class QuantisedWeight:
             return self.ins
         if -(-self.ins // size) != groups:
             raise ValueError(
-                f"scales has {groups} groups for {self.ins} inputs; expected one, or groups of 32, 64, 128, ..."
+                f"scales has {groups} groups for {self.ins} inputs; expected one, or groups of 32, 64, "
+                "128, ... inputs"
             )
         return size
 

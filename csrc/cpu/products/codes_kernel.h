@@ -1,17 +1,28 @@
-// Expands codes to float32 weights, compiled for each instruction set. A format of linear_kernel.h
-// with float32 elements also has, for a block of kCodeBlock inputs in the layout of linear.h,
+// The loops of `linear` for codes, compiled for each instruction set. A format of linear_kernel.h with
+// float32 elements also has
 //
-//   expand_bytes(codes, scale, offset, out)           codes of 8 bits
-//   expand_nibbles(codes, scale, offset, out)         codes of 4 bits
-//   expand_levels(codes, levels, scale, offset, out)  codes of 4 bits that stand for levels
+//   kMaxCodeRows      largest number of input rows in a register block with codes
+//   num_code_outs(r)  weight rows in a register block of r input rows
+//
+// and for a block of kCodeBlock inputs, in the layout of linear.h, the weights of its first or second
+// half as kParts vectors:
+//
+//   decode_bytes<kHalf>(codes, scale, offset, weights)           codes of 8 bits
+//   decode_nibbles<kHalf>(codes, scale, offset, weights)         codes of 4 bits
+//   decode_levels<kHalf>(codes, levels, scale, offset, weights)  codes of 4 bits that stand for levels
+//
+// Weights exist in registers only. With several blocks of input rows, each block decodes them again:
+// to store and load them takes as long.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
-#include "products.h"
+#include "linear_kernel.h"
 
 namespace specdec::cpu {
+
+enum class CodeKind { kBytes, kNibbles, kLevels };
 
 // A block of codes: outputs [first_out, first_out + num_outs), inputs [first_in, first_in + num_ins).
 struct CodeBlock {
@@ -23,68 +34,23 @@ struct CodeBlock {
   int64_t next;  // bytes from an output's codes to those that are prefetched meanwhile
 };
 
-template <class F>
-class CodesKernel {
+struct CodeScale {
+  float scale, offset;
+};
+
+template <class F, CodeKind kKind>
+class Codes {
  public:
-  // Writes the weights of each output to a row of `weights`, of which there is room for a multiple
-  // of kCodeBlock; what follows the last weight is undefined. Rows are `stride` apart.
-  SPECDEC_LINEAR_TARGET static void expand(const CodeBlock& block, float* weights, int64_t stride) {
-    const WeightCodes& codes = block.params.codes;
-    if (codes.bits == 8) return expand_rows<Kind::kBytes>(block, weights, stride);
-    if (codes.levels) return expand_rows<Kind::kLevels>(block, weights, stride);
-    expand_rows<Kind::kNibbles>(block, weights, stride);
+  using Vector = typename F::Vector;
+  static constexpr int64_t kBits = kKind == CodeKind::kBytes ? 8 : 4;
+  static constexpr int64_t kLineIns = kStepBytes * 8 / kBits;
+
+  SPECDEC_LINEAR_INLINE static const uint8_t* row(const LinearParams& params, int64_t out) {
+    return static_cast<const uint8_t*>(params.weight) + out * params.weight_stride;
   }
 
- private:
-  enum class Kind { kBytes, kNibbles, kLevels };
-
-  struct Scale {
-    float scale, offset;
-  };
-
-  template <Kind kKind>
-  SPECDEC_LINEAR_TARGET static void expand_rows(const CodeBlock& block, float* weights,
-                                                int64_t stride) {
-    constexpr int64_t kBits = kKind == Kind::kBytes ? 8 : 4;
-    constexpr int64_t kLineIns = kStepBytes * 8 / kBits;
-    const WeightCodes& codes = block.params.codes;
-    const int64_t first_group = block.first_in / codes.group_size;
-    const int64_t first_end = (first_group + 1) * codes.group_size - block.first_in;
-    for (int64_t i = 0; i < block.num_outs; ++i) {
-      const int64_t out = block.first_out + i;
-      const uint8_t* row = static_cast<const uint8_t*>(block.params.weight) +
-                           out * block.params.weight_stride + block.first_in * kBits / 8;
-      int64_t group = out * codes.groups + first_group, group_end = first_end;
-      for (int64_t in = 0; in < block.num_ins; ++group, group_end += codes.group_size) {
-        const Scale scale = read_scale<kKind>(codes, group);
-        for (const int64_t end = std::min(group_end, block.num_ins); in < end; in += kCodeBlock) {
-          // The hardware prefetcher restarts with each row.
-          if (in % kLineIns == 0) __builtin_prefetch(row + in * kBits / 8 + block.next, 0, 2);
-          expand_block<kKind>(codes, row + in * kBits / 8, block.num_ins - in, scale,
-                              weights + i * stride + in);
-        }
-      }
-    }
-  }
-
-  template <Kind kKind>
-  SPECDEC_LINEAR_INLINE static void expand_block(const WeightCodes& codes, const uint8_t* block,
-                                                 int64_t count, const Scale& scale, float* out) {
-    if constexpr (kKind == Kind::kNibbles) {
-      F::expand_nibbles(block, scale.scale, scale.offset, out);
-    } else if constexpr (kKind == Kind::kLevels) {
-      F::expand_levels(block, codes.levels, scale.scale, scale.offset, out);
-    } else if (count >= kCodeBlock) {
-      F::expand_bytes(reinterpret_cast<const int8_t*>(block), scale.scale, scale.offset, out);
-    } else {
-      int8_t padded[kCodeBlock] = {};
-      std::memcpy(padded, block, count);
-      F::expand_bytes(padded, scale.scale, scale.offset, out);
-    }
-  }
-
-  template <Kind kKind>
-  SPECDEC_LINEAR_INLINE static Scale read_scale(const WeightCodes& codes, int64_t group) {
+  // The scale of a group, counted over outputs and their groups.
+  SPECDEC_LINEAR_INLINE static CodeScale scale(const WeightCodes& codes, int64_t group) {
     if (codes.has_offsets) {
       const float* pair = static_cast<const float*>(codes.scales) + 2 * group;
       return {pair[0], pair[1]};
@@ -92,7 +58,163 @@ class CodesKernel {
     const float scale = codes.scale_type == FloatType::kFloat32
                             ? static_cast<const float*>(codes.scales)[group]
                             : to_float(static_cast<const BFloat16*>(codes.scales)[group]);
-    return {scale, kKind == Kind::kNibbles ? -8.0f * scale : 0.0f};
+    return {scale, kKind == CodeKind::kNibbles ? -8.0f * scale : 0.0f};
+  }
+
+  // The codes of a block of which `count` inputs or more exist; they may be copied to `padded`.
+  SPECDEC_LINEAR_INLINE static const uint8_t* whole(const uint8_t* block, int64_t count,
+                                                    uint8_t (&padded)[kCodeBlock]) {
+    if (kKind != CodeKind::kBytes || count >= kCodeBlock) return block;
+    std::memset(padded, 0, kCodeBlock);
+    std::memcpy(padded, block, count);
+    return padded;
+  }
+
+  // The weights of half of a block.
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode(const WeightCodes& codes, const uint8_t* block,
+                                           const CodeScale& scale, Vector (&weights)[F::kParts]) {
+    if constexpr (kKind == CodeKind::kBytes) {
+      F::template decode_bytes<kHalf>(block, scale.scale, scale.offset, weights);
+    } else if constexpr (kKind == CodeKind::kNibbles) {
+      F::template decode_nibbles<kHalf>(block, scale.scale, scale.offset, weights);
+    } else {
+      F::template decode_levels<kHalf>(block, codes.levels, scale.scale, scale.offset, weights);
+    }
+  }
+
+  // Writes the weights of each output to a row of `weights`, of which there is room for a multiple
+  // of kCodeBlock; what follows the last weight is undefined. Rows are `stride` apart.
+  SPECDEC_LINEAR_TARGET static void expand(const CodeBlock& block, float* weights, int64_t stride) {
+    const WeightCodes& codes = block.params.codes;
+    const int64_t first_group = block.first_in / codes.group_size;
+    const int64_t first_end = (first_group + 1) * codes.group_size - block.first_in;
+    for (int64_t i = 0; i < block.num_outs; ++i) {
+      const int64_t out = block.first_out + i;
+      const uint8_t* codes_of_out = row(block.params, out) + block.first_in * kBits / 8;
+      int64_t group = out * codes.groups + first_group, group_end = first_end;
+      for (int64_t in = 0; in < block.num_ins; ++group, group_end += codes.group_size) {
+        const CodeScale own = scale(codes, group);
+        for (const int64_t end = std::min(group_end, block.num_ins); in < end; in += kCodeBlock) {
+          const uint8_t* from = codes_of_out + in * kBits / 8;
+          // The hardware prefetcher restarts with each row.
+          if (in % kLineIns == 0) __builtin_prefetch(from + block.next, 0, 2);
+          uint8_t padded[kCodeBlock];
+          from = whole(from, block.num_ins - in, padded);
+          float* target = weights + i * stride + in;
+          store<0>(codes, from, own, target);
+          store<1>(codes, from, own, target + kLanes);
+        }
+      }
+    }
+  }
+
+ private:
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void store(const WeightCodes& codes, const uint8_t* block,
+                                          const CodeScale& scale, float* weights) {
+    Vector decoded[F::kParts];
+    decode<kHalf>(codes, block, scale, decoded);
+    SPECDEC_UNROLL for (int part = 0; part < F::kParts; ++part) {
+      F::store_lanes(decoded[part], weights + part * (kLanes / F::kParts));
+    }
+  }
+};
+
+// Calls function.template operator()<kind>() with the kind of these codes.
+template <typename Function>
+auto with_code_kind(const WeightCodes& codes, const Function& function) {
+  if (codes.bits == 8) return function.template operator()<CodeKind::kBytes>();
+  if (codes.levels) return function.template operator()<CodeKind::kLevels>();
+  return function.template operator()<CodeKind::kNibbles>();
+}
+
+template <class F>
+void expand_codes(const CodeBlock& block, float* weights, int64_t stride) {
+  with_code_kind(block.params.codes,
+                 [&]<CodeKind kKind>() { Codes<F, kKind>::expand(block, weights, stride); });
+}
+
+// Inputs are packed as float32; `Stored` is the type of biases and outputs.
+template <class F, class Stored>
+class CodesKernel {
+ public:
+  static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
+    with_code_kind(pass.params.codes, [&]<CodeKind kKind>() {
+      run_tiles<kKind>(pass, first_out, end_out, std::make_index_sequence<F::kMaxCodeRows>());
+    });
+  }
+
+ private:
+  static constexpr int kParts = F::kParts;
+
+  template <CodeKind kKind, size_t... kIndex>
+  static void run_tiles(const LinearPass& pass, int64_t first_out, int64_t end_out,
+                        std::index_sequence<kIndex...>) {
+    using BlockFunction = void (*)(const LinearPass&, int64_t row, int64_t out, int64_t end_out);
+    static constexpr BlockFunction kFunctions[] = {run_block<kKind, kIndex + 1>...};
+    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
+      for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
+        const int64_t rows = std::min(pass.block_rows, pass.rows - row);
+        kFunctions[rows - 1](pass, row, out, std::min(end_out, out + kTileOuts));
+      }
+    }
+  }
+
+  // Multiplies one block of kRows input rows with weight rows [out, end_out).
+  template <CodeKind kKind, int kRows>
+  SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass, int64_t row, int64_t out,
+                                              int64_t end_out) {
+    constexpr int kOuts = F::num_code_outs(kRows);
+    for (; out + kOuts <= end_out; out += kOuts) multiply<kKind, kRows, kOuts>(pass, row, out);
+    for (; out < end_out; ++out) multiply<kKind, kRows, 1>(pass, row, out);
+  }
+
+  template <CodeKind kKind, int kRows, int kOuts>
+  SPECDEC_LINEAR_INLINE static void multiply(const LinearPass& pass, int64_t row, int64_t out) {
+    using Own = Codes<F, kKind>;
+    const LinearParams& params = pass.params;
+    const WeightCodes& codes = params.codes;
+    const int64_t ins = params.in_features, next = kOuts * params.weight_stride;
+    const float* inputs = reinterpret_cast<const float*>(pass.inputs) + row * pass.steps * kLanes;
+    const uint8_t* rows[kOuts];
+    SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, out + i);
+    BlockSums<F, kRows, kOuts> sums;
+    clear_block<F, kRows, kOuts>(sums);
+    int64_t in = 0;
+    for (int64_t group = 0; in < ins; ++group) {
+      CodeScale scales[kOuts];
+      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+        scales[i] = Own::scale(codes, (out + i) * codes.groups + group);
+      }
+      for (const int64_t end = std::min(in + codes.group_size, ins); in < end; in += kCodeBlock) {
+        SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+          const uint8_t* block = rows[i] + in * Own::kBits / 8;
+          if (in % Own::kLineIns == 0) __builtin_prefetch(block + next, 0, 2);
+          uint8_t padded[kCodeBlock];
+          block = Own::whole(block, ins - in, padded);
+          const float* step = inputs + in * kRows;
+          add_half<kKind, kRows, 0>(codes, block, scales[i], step, sums, i);
+          add_half<kKind, kRows, 1>(codes, block, scales[i], step + kLanes * kRows, sums, i);
+        }
+      }
+    }
+    finish_block<F, Stored, kRows, kOuts>(params, pass.first_row + row, out, sums);
+  }
+
+  // Multiplies half of a block of weight row i; `step` is the inputs of all rows.
+  template <CodeKind kKind, int kRows, int kHalf, class Sums>
+  SPECDEC_LINEAR_INLINE static void add_half(const WeightCodes& codes, const uint8_t* block,
+                                             const CodeScale& scale, const float* step, Sums& sums,
+                                             int i) {
+    typename F::Vector weights[kParts];
+    Codes<F, kKind>::template decode<kHalf>(codes, block, scale, weights);
+    SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
+      SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+        const float* x = step + r * kLanes + part * (kLanes / kParts);
+        F::multiply_add(sums[r][i][part], weights[part], F::load(x));
+      }
+    }
   }
 };
 

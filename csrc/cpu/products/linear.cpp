@@ -19,8 +19,11 @@ struct alignas(kStepBytes) Step {
   std::byte bytes[kStepBytes];
 };
 
-int64_t num_steps(int64_t row_bytes) {
-  return std::max<int64_t>(1, (row_bytes + kStepBytes - 1) / kStepBytes);
+// The steps of a packed row: a whole number of blocks, if the weights are codes.
+int64_t num_steps(const LinearParams& params) {
+  const int64_t bytes = params.in_features * element_size(packed_type(params));
+  const int64_t block = has_codes(params) ? kCodeBlock * sizeof(float) : kStepBytes;
+  return std::max<int64_t>(1, (bytes + block - 1) / block) * block / kStepBytes;
 }
 
 // Returns an input row in the type of packed inputs, in `converted` if it is not stored in it.
@@ -42,7 +45,7 @@ void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t b
           std::vector<Step>& packed) {
   thread_local std::vector<float> converted;
   const int64_t row_bytes = params.in_features * element_size(packed_type(params));
-  const int64_t steps = num_steps(row_bytes);
+  const int64_t steps = num_steps(params);
   if (packed.size() < static_cast<size_t>(rows * steps)) packed.resize(rows * steps);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t first = r / block_rows * block_rows;
@@ -52,10 +55,11 @@ void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t b
     for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
       std::memcpy(target[step * stride].bytes, input + step * kStepBytes, kStepBytes);
     }
-    if (const int64_t left = row_bytes % kStepBytes) {
-      Step& last = target[(steps - 1) * stride];
+    for (int64_t step = row_bytes / kStepBytes; step < steps; ++step) {
+      const int64_t left = std::max<int64_t>(row_bytes - step * kStepBytes, 0);
+      Step& last = target[step * stride];
       std::memset(last.bytes, 0, kStepBytes);
-      std::memcpy(last.bytes, input + row_bytes - left, left);
+      std::memcpy(last.bytes, input + step * kStepBytes, left);
     }
   }
 }
@@ -64,7 +68,7 @@ void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t b
 template <typename Compute>
 void for_each_pass(const LinearParams& params, int64_t max_rows, const Compute& compute) {
   thread_local std::vector<Step> packed;
-  const int64_t steps = num_steps(params.in_features * element_size(packed_type(params)));
+  const int64_t steps = num_steps(params);
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);
     const int64_t block_rows = even_part(rows, max_rows);

@@ -69,45 +69,45 @@ struct Float32 : Avx2 {
     sums = _mm256_fmadd_ps(w, x, sums);
   }
 
-  SPECDEC_LINEAR_INLINE static __m256i load_bytes(const uint8_t* codes) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  static constexpr int kMaxCodeRows = 4;  // with more, compilers keep sums in memory
+  static constexpr int num_code_outs(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+  SPECDEC_LINEAR_INLINE static __m128i load_bytes(const void* codes) {
+    return _mm_loadl_epi64(static_cast<const __m128i*>(codes));
   }
-  SPECDEC_LINEAR_INLINE static void expand_bytes(const int8_t* codes, float scale, float offset,
-                                                 float* out) {
-    const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
-    SPECDEC_UNROLL for (int64_t i = 0; i < kCodeBlock; i += 8) {
-      const __m256i wide =
-          _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
-      _mm256_storeu_ps(out + i, _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scales, offsets));
+  SPECDEC_LINEAR_INLINE static Vector weights_of(__m256 numbers, float scale, float offset) {
+    return _mm256_fmadd_ps(numbers, _mm256_set1_ps(scale), _mm256_set1_ps(offset));
+  }
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_bytes(const uint8_t* codes, float scale, float offset,
+                                                 Vector (&weights)[2]) {
+    SPECDEC_UNROLL for (int part = 0; part < 2; ++part) {
+      const __m256i wide = _mm256_cvtepi8_epi32(load_bytes(codes + 16 * kHalf + 8 * part));
+      weights[part] = weights_of(_mm256_cvtepi32_ps(wide), scale, offset);
     }
   }
-  SPECDEC_LINEAR_INLINE static void expand_nibbles(const uint8_t* codes, float scale, float offset,
-                                                   float* out) {
-    const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
-    SPECDEC_UNROLL for (int64_t i = 0; i < kCodeBlock / 2; i += 8) {
-      const __m256i wide = load_bytes(codes + i);
-      const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
-      const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
-      _mm256_storeu_ps(out + i, _mm256_fmadd_ps(low, scales, offsets));
-      _mm256_storeu_ps(out + kCodeBlock / 2 + i, _mm256_fmadd_ps(high, scales, offsets));
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_nibbles(const uint8_t* codes, float scale, float offset,
+                                                   Vector (&weights)[2]) {
+    SPECDEC_UNROLL for (int part = 0; part < 2; ++part) {
+      const __m256i wide = _mm256_cvtepu8_epi32(load_bytes(codes + 8 * part));
+      const __m256i numbers =
+          kHalf == 0 ? _mm256_and_si256(wide, _mm256_set1_epi32(15)) : _mm256_srli_epi32(wide, 4);
+      weights[part] = weights_of(_mm256_cvtepi32_ps(numbers), scale, offset);
     }
   }
-  // The levels at the low four bits of each index.
-  SPECDEC_LINEAR_INLINE static __m256 look_up(__m256 below8, __m256 from8, __m256i indices) {
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(below8, indices),
-                            _mm256_permutevar8x32_ps(from8, indices),
+  // The low four bits of each index choose.
+  SPECDEC_LINEAR_INLINE static __m256 look_up(const float* levels, __m256i indices) {
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), indices),
+                            _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), indices),
                             _mm256_castsi256_ps(_mm256_slli_epi32(indices, 28)));
   }
-  SPECDEC_LINEAR_INLINE static void expand_levels(const uint8_t* codes, const float* levels,
-                                                  float scale, float offset, float* out) {
-    const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
-    const __m256 below8 = _mm256_loadu_ps(levels), from8 = _mm256_loadu_ps(levels + 8);
-    SPECDEC_UNROLL for (int64_t i = 0; i < kCodeBlock / 2; i += 8) {
-      const __m256i wide = load_bytes(codes + i);
-      const __m256 low = look_up(below8, from8, wide);
-      const __m256 high = look_up(below8, from8, _mm256_srli_epi32(wide, 4));
-      _mm256_storeu_ps(out + i, _mm256_fmadd_ps(low, scales, offsets));
-      _mm256_storeu_ps(out + kCodeBlock / 2 + i, _mm256_fmadd_ps(high, scales, offsets));
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_levels(const uint8_t* codes, const float* levels,
+                                                  float scale, float offset, Vector (&weights)[2]) {
+    SPECDEC_UNROLL for (int part = 0; part < 2; ++part) {
+      const __m256i wide = _mm256_cvtepu8_epi32(load_bytes(codes + 8 * part));
+      const __m256i indices = kHalf == 0 ? wide : _mm256_srli_epi32(wide, 4);
+      weights[part] = weights_of(look_up(levels, indices), scale, offset);
     }
   }
 };

@@ -73,35 +73,35 @@ struct Float32 : Avx512 {
     sums = _mm512_fmadd_ps(w, x, sums);
   }
 
+  static constexpr int kMaxCodeRows = 12;
+  static constexpr int num_code_outs(int rows) { return rows > 8 ? 2 : num_outs(rows); }
   SPECDEC_LINEAR_INLINE static __m128i load_bytes(const void* codes) {
     return _mm_loadu_si128(static_cast<const __m128i*>(codes));
   }
-  SPECDEC_LINEAR_INLINE static void store_weights(__m512 numbers, float scale, float offset,
-                                                  float* out) {
-    _mm512_storeu_ps(out, _mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(offset)));
+  SPECDEC_LINEAR_INLINE static Vector weights_of(__m512 numbers, float scale, float offset) {
+    return _mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
   }
-  SPECDEC_LINEAR_INLINE static void expand_bytes(const int8_t* codes, float scale, float offset,
-                                                 float* out) {
-    SPECDEC_UNROLL for (int64_t i = 0; i < kCodeBlock; i += kLanes) {
-      const __m512i wide = _mm512_cvtepi8_epi32(load_bytes(codes + i));
-      store_weights(_mm512_cvtepi32_ps(wide), scale, offset, out + i);
-    }
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_bytes(const uint8_t* codes, float scale, float offset,
+                                                 Vector (&weights)[1]) {
+    const __m512i wide = _mm512_cvtepi8_epi32(load_bytes(codes + kLanes * kHalf));
+    weights[0] = weights_of(_mm512_cvtepi32_ps(wide), scale, offset);
   }
-  SPECDEC_LINEAR_INLINE static void expand_nibbles(const uint8_t* codes, float scale, float offset,
-                                                   float* out) {
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_nibbles(const uint8_t* codes, float scale, float offset,
+                                                   Vector (&weights)[1]) {
     const __m512i wide = _mm512_cvtepu8_epi32(load_bytes(codes));
-    const __m512i low = _mm512_and_si512(wide, _mm512_set1_epi32(15));
-    store_weights(_mm512_cvtepi32_ps(low), scale, offset, out);
-    store_weights(_mm512_cvtepi32_ps(_mm512_srli_epi32(wide, 4)), scale, offset, out + kLanes);
+    const __m512i numbers =
+        kHalf == 0 ? _mm512_and_si512(wide, _mm512_set1_epi32(15)) : _mm512_srli_epi32(wide, 4);
+    weights[0] = weights_of(_mm512_cvtepi32_ps(numbers), scale, offset);
   }
   // permutexvar reads the low four bits of each index.
-  SPECDEC_LINEAR_INLINE static void expand_levels(const uint8_t* codes, const float* levels,
-                                                  float scale, float offset, float* out) {
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_levels(const uint8_t* codes, const float* levels,
+                                                  float scale, float offset, Vector (&weights)[1]) {
     const __m512i wide = _mm512_cvtepu8_epi32(load_bytes(codes));
-    const __m512 table = _mm512_loadu_ps(levels);
-    store_weights(_mm512_permutexvar_ps(wide, table), scale, offset, out);
-    store_weights(_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table), scale, offset,
-                  out + kLanes);
+    const __m512i indices = kHalf == 0 ? wide : _mm512_srli_epi32(wide, 4);
+    weights[0] = weights_of(_mm512_permutexvar_ps(indices, _mm512_loadu_ps(levels)), scale, offset);
   }
 };
 

@@ -60,6 +60,13 @@ struct Portable {
     }
   }
 
+  // Vectors of float32 are operands, too.
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Vector& w, const Operand& x) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      multiply_add_lane(sums.value[lane], w.value[lane], to_float(x.element[lane]));
+    }
+  }
+
   SPECDEC_LINEAR_INLINE static Vector zero() { return {}; }
   SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) {
     Vector v;
@@ -94,24 +101,29 @@ struct Portable {
     }
   }
 
-  SPECDEC_LINEAR_INLINE static void expand_bytes(const int8_t* codes, float scale, float offset,
-                                                 float* out) {
-    for (int64_t i = 0; i < kCodeBlock; ++i) {
-      out[i] = exact_fma(static_cast<float>(codes[i]), scale, offset);
+  static constexpr int kMaxCodeRows = 2;
+  static constexpr int num_code_outs(int) { return 1; }
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_bytes(const uint8_t* codes, float scale, float offset,
+                                                 Vector (&weights)[1]) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const auto code = static_cast<int8_t>(codes[kLanes * kHalf + i]);
+      weights[0].value[i] = exact_fma(static_cast<float>(code), scale, offset);
     }
   }
-  SPECDEC_LINEAR_INLINE static void expand_nibbles(const uint8_t* codes, float scale, float offset,
-                                                   float* out) {
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_nibbles(const uint8_t* codes, float scale, float offset,
+                                                   Vector (&weights)[1]) {
     for (int64_t i = 0; i < kLanes; ++i) {
-      out[i] = exact_fma(static_cast<float>(codes[i] & 15), scale, offset);
-      out[kLanes + i] = exact_fma(static_cast<float>(codes[i] >> 4), scale, offset);
+      const float number = static_cast<float>(codes[i] >> 4 * kHalf & 15);
+      weights[0].value[i] = exact_fma(number, scale, offset);
     }
   }
-  SPECDEC_LINEAR_INLINE static void expand_levels(const uint8_t* codes, const float* levels,
-                                                  float scale, float offset, float* out) {
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void decode_levels(const uint8_t* codes, const float* levels,
+                                                  float scale, float offset, Vector (&weights)[1]) {
     for (int64_t i = 0; i < kLanes; ++i) {
-      out[i] = exact_fma(levels[codes[i] & 15], scale, offset);
-      out[kLanes + i] = exact_fma(levels[codes[i] >> 4], scale, offset);
+      weights[0].value[i] = exact_fma(levels[codes[i] >> 4 * kHalf & 15], scale, offset);
     }
   }
 

@@ -13,9 +13,6 @@
 //   zero(), load_lanes(p), store_lanes(v, p)
 //   total(four elements' vectors, out)        the sums over the lanes
 //
-// Codes (codes_kernel.h) are expanded, chunk by chunk, to float32 in L1, which a format of float32
-// multiplies; inputs and outputs may be bfloat16.
-//
 // Loops, outermost first: tiles of kTileOuts weight rows, chunks of in_features, blocks of input
 // rows, blocks of weight rows. A block's chunk of inputs stays in L1 while the tile's weights are
 // read (kChunkBytes x kMaxRows = 16 KiB). The tile's chunk of weights stays in L2 until the other
@@ -31,48 +28,67 @@
 #define SPECDEC_LINEAR_INLINE inline __attribute__((always_inline)) SPECDEC_LINEAR_TARGET
 #define SPECDEC_UNROLL _Pragma("GCC unroll 32")
 
-#include "codes_kernel.h"
-
 namespace specdec::cpu {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kChunkBytes = 2048;  // of one row
-constexpr int64_t kExpandedIns = 256;  // of kTileOuts outputs: 24 KiB
 
+// The sums of a register block: of kRows input rows and kOuts weight rows, in F::kParts vectors.
+template <class F, int kRows, int kOuts>
+using BlockSums = typename F::Vector[kRows][kOuts][F::kParts];
+
+template <class F, int kRows, int kOuts>
+SPECDEC_LINEAR_INLINE void clear_block(BlockSums<F, kRows, kOuts>& sums) {
+  SPECDEC_UNROLL for (int i = 0; i < kRows * kOuts * F::kParts; ++i) {
+    sums[i / F::kParts / kOuts][i / F::kParts % kOuts][i % F::kParts] = F::zero();
+  }
+}
+
+// Writes the outputs of a register block, whose first input row and weight row are `row` and `out`.
 // `Stored` is the type of biases and outputs.
-template <class F, class Stored, bool kHasCodes>
+template <class F, class Stored, int kRows, int kOuts>
+SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row, int64_t out,
+                                        const BlockSums<F, kRows, kOuts>& sums) {
+  const Stored* bias = params.bias ? static_cast<const Stored*>(params.bias) + out : nullptr;
+  SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+    const int64_t output = (row + r) * params.output_stride + out;
+    SPECDEC_UNROLL for (int first = 0; first < kOuts; first += 4) {
+      typename F::Vector four[4][F::kParts];
+      SPECDEC_UNROLL for (int i = 0; i < 4 * F::kParts; ++i) {
+        const int element = first + i / F::kParts;
+        four[i / F::kParts][i % F::kParts] =
+            element < kOuts ? sums[r][element % kOuts][i % F::kParts] : F::zero();
+      }
+      float totals[4];
+      F::total(four, totals);
+      SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
+        if (first + i == kOuts) break;
+        const float sum = bias ? totals[i] + to_float(bias[first + i]) : totals[i];
+        from_float(sum, static_cast<Stored*>(params.output) + output + first + i);
+      }
+    }
+  }
+}
+
+template <class F>
 class LinearKernel {
  public:
   SPECDEC_LINEAR_TARGET static void run(const LinearPass& pass, int64_t first_out,
                                         int64_t end_out) {
     alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
     const LinearParams& params = pass.params;
-    const int64_t size =
-        kHasCodes ? kExpandedIns : even_part(pass.steps, kChunkBytes / kStepBytes) * kStep;
-    const int64_t stride = params.weight_stride;
+    const int64_t chunk = even_part(pass.steps, kChunkBytes / kStepBytes) * kStep;
     for (int64_t out = first_out; out < end_out; out += kTileOuts) {
       const int64_t num_outs = std::min(kTileOuts, end_out - out);
-      for (int64_t first = 0; first < pass.steps * kStep; first += size) {
-        const bool is_last = first + size >= params.in_features;
-        const int64_t from = distance(params, first);
+      for (int64_t first = 0; first < pass.steps * kStep; first += chunk) {
+        const bool is_last = first + chunk >= params.in_features;
         // The next tile's first chunk follows a tile's last one; nothing follows the last tile.
-        const int64_t next = !is_last                    ? distance(params, first + size) - from
-                             : out + kTileOuts < end_out ? kTileOuts * stride - from
+        const int64_t next = !is_last                    ? chunk
+                             : out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first
                                                          : 0;
-        Chunk chunk{
-            params, out,     num_outs, first,      std::min(size, params.in_features - first),
-            next,   nullptr, stride,   first == 0, is_last};
-        if constexpr (kHasCodes) {
-          alignas(64) float weights[kTileOuts * kExpandedIns];
-          CodesKernel<F>::expand({params, out, num_outs, first, chunk.count, next}, weights,
-                                 kExpandedIns);
-          chunk.weights = weights;
-          chunk.stride = kExpandedIns;
-          run_chunk(pass, lanes, chunk);
-        } else {
-          chunk.weights = static_cast<const Element*>(params.weight) + out * stride + first;
-          run_chunk(pass, lanes, chunk);
-        }
+        run_chunk(pass, lanes,
+                  {params, out, num_outs, first, std::min(chunk, params.in_features - first), next,
+                   first == 0, is_last});
       }
     }
   }
@@ -86,11 +102,6 @@ class LinearKernel {
   static constexpr int64_t kPart = kStep / kParts;
   static constexpr int64_t kPartLanes = kLanes / kParts;
 
-  // The distance of input `in` from the first one of an output, as weight_stride counts.
-  static int64_t distance(const LinearParams& params, int64_t in) {
-    return kHasCodes ? in * params.codes.bits / 8 : in;
-  }
-
   // A chunk of in_features for a tile of weight rows.
   struct Chunk {
     const LinearParams& params;
@@ -98,9 +109,7 @@ class LinearKernel {
     int64_t num_outs;
     int64_t first;  // first element of in_features
     int64_t count;
-    int64_t next;            // from a weight row's chunk to the one to prefetch meanwhile
-    const Element* weights;  // of the tile's first row
-    int64_t stride;          // of weight rows
+    int64_t next;  // elements from a weight row's chunk to the one to prefetch meanwhile
     bool is_first;
     bool is_last;
   };
@@ -139,7 +148,7 @@ class LinearKernel {
   }
 
   template <int kRows, int kOuts>
-  using Sums = Vector[kRows][kOuts][kParts];
+  using Sums = BlockSums<F, kRows, kOuts>;
 
   // A register block: kRows input rows x kOuts weight rows of the tile, from `out` on.
   template <int kRows, int kOuts>
@@ -147,7 +156,8 @@ class LinearKernel {
                                              int64_t out, float* lanes) {
     const Element* weights[kOuts];
     for (int i = 0; i < kOuts; ++i) {
-      weights[i] = chunk.weights + (out + i) * chunk.stride;
+      weights[i] = static_cast<const Element*>(chunk.params.weight) +
+                   (chunk.first_out + out + i) * chunk.params.weight_stride + chunk.first;
     }
     Sums<kRows, kOuts> sums;
     begin<kRows, kOuts>(chunk.is_first, lanes, sums);
@@ -156,16 +166,14 @@ class LinearKernel {
     for (; k + kStep <= count; k += kStep) {
       // Prefetches into L2. The hardware prefetcher stops at each 4 KiB and restarts with each row,
       // which was measured to reach half of the bandwidth.
-      if constexpr (!kHasCodes) {
-        SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
-          __builtin_prefetch(weights[i] + k + next, 0, 2);
-        }
+      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+        __builtin_prefetch(weights[i] + k + next, 0, 2);
       }
       step<kRows, kOuts>(inputs + kRows * k, weights, k, kStep, sums);
     }
     if (k < count) step<kRows, kOuts>(inputs + kRows * k, weights, k, count - k, sums);
     if (chunk.is_last) {
-      finish<kRows, kOuts>(chunk.params, row, chunk.first_out + out, sums);
+      finish_block<F, Element, kRows, kOuts>(chunk.params, row, chunk.first_out + out, sums);
     } else {
       SPECDEC_UNROLL for (int i = 0; i < kRows * kOuts * kParts; ++i) {
         F::store_lanes(sums[i / kParts / kOuts][i / kParts % kOuts][i % kParts],
@@ -182,9 +190,10 @@ class LinearKernel {
   template <int kRows, int kOuts>
   SPECDEC_LINEAR_INLINE static void begin(bool is_first, const float* lanes,
                                           Sums<kRows, kOuts>& sums) {
+    if (is_first) return clear_block<F, kRows, kOuts>(sums);
     SPECDEC_UNROLL for (int i = 0; i < kRows * kOuts * kParts; ++i) {
       sums[i / kParts / kOuts][i / kParts % kOuts][i % kParts] =
-          is_first ? F::zero() : F::load_lanes(lanes + lane_offset(i, kOuts));
+          F::load_lanes(lanes + lane_offset(i, kOuts));
     }
   }
 
@@ -203,30 +212,6 @@ class LinearKernel {
         Operand x = F::load(inputs + r * kStep + part * kPart);
         F::keep(x);  // otherwise compilers load it again for every multiply_add
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) F::multiply_add(sums[r][i][part], w[i], x);
-      }
-    }
-  }
-
-  template <int kRows, int kOuts>
-  SPECDEC_LINEAR_INLINE static void finish(const LinearParams& params, int64_t row, int64_t out,
-                                           const Sums<kRows, kOuts>& sums) {
-    const Stored* bias = params.bias ? static_cast<const Stored*>(params.bias) + out : nullptr;
-    SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
-      const int64_t output = (row + r) * params.output_stride + out;
-      SPECDEC_UNROLL for (int first = 0; first < kOuts; first += 4) {
-        Vector four[4][kParts];
-        SPECDEC_UNROLL for (int i = 0; i < 4 * kParts; ++i) {
-          const int element = first + i / kParts;
-          four[i / kParts][i % kParts] =
-              element < kOuts ? sums[r][element % kOuts][i % kParts] : F::zero();
-        }
-        float totals[4];
-        F::total(four, totals);
-        SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
-          if (first + i == kOuts) break;
-          const float sum = bias ? totals[i] + to_float(bias[first + i]) : totals[i];
-          from_float(sum, static_cast<Stored*>(params.output) + output + first + i);
-        }
       }
     }
   }

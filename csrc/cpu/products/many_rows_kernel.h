@@ -19,6 +19,7 @@
 // panels use it.
 #pragma once
 
+#include "codes_kernel.h"
 #include "panel_kernel.h"
 
 namespace specdec::cpu {
@@ -134,7 +135,7 @@ class ManyRowsKernel {
   // Stores a block of weight rows [out, end) as [units][kOuts]; zeros where there is no row.
   SPECDEC_LINEAR_TARGET static void load_panel(const LinearParams& params, int64_t out, int64_t end,
                                                int64_t first, int64_t words, float* panel) {
-    float copied[kTransposed][kWords];
+    alignas(64) float copied[kTransposed][kWords];
     const bool is_whole =
         words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
     const int64_t next = kOuts * params.weight_stride / kPerWord;
@@ -143,8 +144,8 @@ class ManyRowsKernel {
       if constexpr (kHasCodes) {
         const int64_t outs = std::clamp<int64_t>(end - out - i, 0, kTransposed);
         std::fill_n(copied[outs], (kTransposed - outs) * kWords, 0.0f);
-        CodesKernel<F>::expand({params, out + i, outs, first, words, kOuts * params.weight_stride},
-                               copied[0], kWords);
+        expand_codes<F>({params, out + i, outs, first, words, kOuts * params.weight_stride},
+                        copied[0], kWords);
       }
       for (int64_t j = 0; j < kTransposed; ++j) {
         const int64_t row_out = out + i + j;
@@ -241,21 +242,16 @@ template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
   using ManyRows = ManyRowsKernel<Many, Element, Element, false>;
-  return {F::kMaxRows,           LinearKernel<F, Element, false>::run,
-          PanelKernel<F>::run,   ManyRows::packed_size,
-          ManyRows::pack_inputs, ManyRows::run};
+  return {F::kMaxRows,           LinearKernel<F>::run,  PanelKernel<F>::run,
+          ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
 }
 
 // The products of codes with the format F of float32, for inputs and outputs of a type.
 template <class F, class Stored>
 Products products_of_codes() {
   using ManyRows = ManyRowsKernel<F, float, Stored, true>;
-  return {F::kMaxRows,
-          LinearKernel<F, Stored, true>::run,
-          nullptr,
-          ManyRows::packed_size,
-          ManyRows::pack_inputs,
-          ManyRows::run};
+  return {F::kMaxCodeRows,       CodesKernel<F, Stored>::run, nullptr,
+          ManyRows::packed_size, ManyRows::pack_inputs,       ManyRows::run};
 }
 
 template <class F>

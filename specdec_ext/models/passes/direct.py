@@ -6,10 +6,10 @@ than the arithmetic. If the code of every module equals that of a known family (
 model's own weights without a copy, and uses the same row-invariant matrix products and attention as other
 block passes.
 
-A model is excluded if it was modified or is observed: hooks, a ``forward`` set on an instance, code from
-outside of transformers, subclasses of ``nn.Linear``, quantised or parametrized weights, compilation. The
-first prompt of a model and the first pass over a draft tree are computed both ways, and the logits are
-compared.
+The matrices may be weights in 8 or 4 bits (``models/quantised``). A model is excluded if it was modified or
+is observed: hooks, a ``forward`` set on an instance, code from outside of transformers, other subclasses of
+``nn.Linear``, parametrized weights, compilation. The first prompt of a model and the first pass over a draft
+tree are computed both ways, and the logits are compared.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
 from specdec_ext.models.passes.attention import TreeBlock
 from specdec_ext.models.passes.decoder_families import FAMILIES, Family
 from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks, is_untouched
-from specdec_ext.models.passes.linears import is_plain
-from specdec_ext.ops.decoder_layers import LAYER_TENSORS, Activation, DecoderForm
-
-_MATRICES = {"query", "key", "value", "output", "gate", "up", "down"}
+from specdec_ext.models.passes.linears import is_readable, matrix_of
+from specdec_ext.ops.decoder_layers import (
+    LAYER_MATRICES,
+    LAYER_TENSORS,
+    Activation,
+    DecoderForm,
+)
+from specdec_ext.ops.quantise import QuantisedWeight
 
 # Kinds of passes.
 PROMPT, TREE = "prompt", "tree"
@@ -72,6 +76,7 @@ class DirectPass:
         kinds: classes of the modules, as for :func:`has_code_of`.
         embedding_scale: factor of the embeddings, None for 1.
         rotations: one function for each table of rotations: states, position ids -> cosines, sines.
+        weights, scales, levels: as :func:`specdec_ext.ops.decoder_layers` takes them.
         logits_divisor, logits_cap: the logits are divided by one, and capped like attention scores by the
             other; None to leave them.
         windows: sliding window of each layer, 0 for full attention.
@@ -83,7 +88,9 @@ class DirectPass:
     embedding_scale: Tensor | float | None
     rotations: list[Callable[..., tuple[Tensor, Tensor]]]
     weights: list[Tensor]
-    head: nn.Linear
+    scales: list[Tensor]
+    levels: Tensor | None
+    head: nn.Module
     logits_divisor: float | None
     logits_cap: float | None
     windows: list[int]
@@ -149,12 +156,14 @@ class DirectPass:
             self.head_dim,
             self.eps,
             self.scale,
-            (),  # no codes
-            None,
+            self.scales,
+            self.levels,
             self.form,
         )
         scored = output if kept is None else output[:, kept]
-        logits = ops.linear(scored, self.head.weight, self.head.bias)
+        weight, bias = matrix_of(self.head)
+        assert weight is not None  # it had one when this pass was made
+        logits = ops.linear(scored, weight, bias)
         if self.logits_divisor is not None:
             logits = logits / self.logits_divisor
         if self.logits_cap is not None:  # torch's tanh has the same bits in passes of all sizes
@@ -241,7 +250,7 @@ def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
     matrices = [
         matrix
         for name, path in family.modules.items()
-        if name in _MATRICES
+        if name in LAYER_MATRICES
         for matrix in _each(decoder.layers, path)
     ]
     idle = [module for path in family.idle for module in _each(decoder.layers, path)]
@@ -256,7 +265,7 @@ def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
         and (type(embedding).__base__ if scales else type(embedding)) is nn.Embedding
         and embedding.max_norm is None
         and all(type(module) is nn.Dropout for module in idle)
-        and all(type(each) is nn.Linear and is_plain(each) for each in (model.lm_head, *matrices))
+        and all(map(is_readable, (model.lm_head, *matrices)))
         and (
             "RMSNorm" in family.classes
             or all(type(norm) is nn.LayerNorm for norm in _norms(decoder, family))
@@ -268,7 +277,7 @@ def _described(
     model: Any, decoder: Any, family: Family, kinds: dict[str, frozenset[type]]
 ) -> DirectPass | None:
     """Return the direct pass of a model with the code and the modules of a family, None for odd values."""
-    config, layers, weight = decoder.config, list(decoder.layers), model.lm_head.weight
+    config, layers = decoder.config, list(decoder.layers)
     embedding = _weight(getattr(decoder, family.embedding))
     attentions, norms = _each(layers, family.attention), _norms(decoder, family)
     final = getattr(decoder, family.final_norm)
@@ -282,13 +291,16 @@ def _described(
         *((attentions, name) for name in (family.softcap, family.head_dim, "scaling")),
         (norms, family.eps),
     ]
-    weights = [tensor for layer in layers for tensor in _weights(layer, family)]
-    weights += _vectors(final)
-    tensors = [tensor for tensor in [*weights, embedding] if tensor.numel()]
+    found = [_weights(layer, family) for layer in layers]
+    codes = [each for own in found for each in own.values() if isinstance(each, QuantisedWeight)]
+    plain = [each for own in found for each in own.values() if isinstance(each, Tensor)]
+    tensors = [embedding, *(tensor for tensor in [*plain, *_vectors(final)] if tensor.numel())]
     tables, rotations = _rotations(decoder, attentions, family)
     if not (
-        all(tensor.dtype == weight.dtype and tensor.is_cpu for tensor in tensors)
-        and all(type(tensor) is nn.Parameter and tensor.is_contiguous() for tensor in tensors)
+        all(tensor.dtype == embedding.dtype and tensor.is_cpu for tensor in tensors)
+        and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and all(each.levels is codes[0].levels for each in codes)
         and all(
             len({getattr(each, name) for each in those}) == 1 for those, name in uniform if name
         )
@@ -320,7 +332,8 @@ def _described(
         embedding,
         value(decoder, family.embedding_scale),
         rotations,
-        weights,
+        *_in_order(found, _vectors(final)),
+        codes[0].levels if codes else None,
         model.lm_head,
         value(config, family.logits_divisor),
         value(config, family.logits_cap),
@@ -339,7 +352,7 @@ def _each(layers: Sequence[Any], path: str) -> list[Any]:
 
 
 def _norms(decoder: Any, family: Family) -> list[Any]:
-    paths = [path for name, path in family.modules.items() if name not in _MATRICES]
+    paths = [path for name, path in family.modules.items() if name not in LAYER_MATRICES]
     inside = [norm for path in paths for norm in _each(decoder.layers, path)]
     return [*inside, getattr(decoder, family.final_norm)]
 
@@ -409,16 +422,37 @@ def _weight(module: nn.Module) -> Tensor:
     return weight
 
 
-def _vectors(module: nn.Module) -> list[Tensor]:
-    """Return the weight of a module and its bias, which is empty if there is none."""
-    weight, bias = _weight(module), module._parameters.get("bias")
-    return [weight, weight.new_empty(0) if bias is None else bias]
+def _vectors(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the weight of a norm and its bias, which is empty if there is none."""
+    weight, bias = _weight(norm), norm._parameters.get("bias")
+    return weight, weight.new_empty(0) if bias is None else bias
 
 
-def _weights(layer: Any, family: Family) -> list[Tensor]:
-    """Return the tensors of one layer in the order of ``LAYER_TENSORS``; empty if absent."""
-    found: dict[str, Tensor] = {}
+def _weights(layer: Any, family: Family) -> dict[str, Tensor | QuantisedWeight]:
+    """Return what a layer has of ``LAYER_TENSORS``."""
+    found: dict[str, Tensor | QuantisedWeight] = {}
     for name, path in family.modules.items():
-        found[name], found[f"{name}_bias"] = _vectors(layer.get_submodule(path))
-    nothing = _weight(layer.get_submodule(family.modules["query"])).new_empty(0)
-    return [found.get(name, nothing) for name in LAYER_TENSORS]
+        module = layer.get_submodule(path)
+        weight, bias = matrix_of(module) if name in LAYER_MATRICES else _vectors(module)
+        if weight is None:
+            raise KeyError(name)
+        found[name] = weight
+        if bias is not None:
+            found[f"{name}_bias"] = bias
+    return found
+
+
+def _in_order(
+    layers: list[dict[str, Tensor | QuantisedWeight]], final: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights and the scales in the order of the op; empty tensors for what is absent."""
+    nothing = final[0].new_empty(0)
+    weights, scales = [], []
+    for own in layers:
+        for name in LAYER_TENSORS:
+            each = own.get(name, nothing)
+            weights.append(each.codes if isinstance(each, QuantisedWeight) else each)
+        for name in LAYER_MATRICES:
+            each = own.get(name, nothing)
+            scales.append(each.scales if isinstance(each, QuantisedWeight) else nothing)
+    return [*weights, *final], scales if any(each.numel() for each in scales) else []

@@ -4,12 +4,13 @@ A matrix library sums in an order that depends on the number of rows, so a token
 of tokens that are scored with it. ``ops.linear`` always sums in the same order: one for the few rows of a
 decoding pass, one for the many rows of a prompt. It is faster for few rows, and for many rows in bfloat16 on
 processors without bfloat16 arithmetic. While :func:`row_invariant_linears` is open, plain ``torch.nn.Linear``
-modules use it in this thread. Hooks run as usual, and afterwards the modules are as before.
+modules, and layers of weights in 8 or 4 bits (``models/quantised``), use it in this thread. Hooks run as
+usual, and afterwards the modules are as before.
 
-The following are computed by their own forward: subclasses, parametrized and quantised linear layers, modules
-whose ``forward`` other software has replaced (offloading), compiled models, training mode, autocast, calls
-that record gradients, dtypes other than float32 and bfloat16. The linear layer inside a LoRA layer is a plain
-one. The op can't read GPT-2's ``Conv1D``, whose weight is transposed.
+The following are computed by their own forward: other subclasses, parametrized layers, layers that quantise
+their input, modules whose ``forward`` other software has replaced (offloading), compiled models, training
+mode, autocast, calls that record gradients, dtypes other than float32 and bfloat16. The linear layer inside a
+LoRA layer is a plain one. The op can't read GPT-2's ``Conv1D``, whose weight is transposed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from specdec_ext import ops
 from specdec_ext.models.patching.changes import binding
 from specdec_ext.models.patching.forwards import own_forward_replaced, replaced_forward
+from specdec_ext.models.quantised.sources import weight_of
+from specdec_ext.ops.quantise import QuantisedWeight
 
 # In the current pass of this thread, the modules that sum in the order for few rows; None for all.
 _few_rows: ContextVar[Collection[nn.Module] | None] = ContextVar("specdec_few_rows", default=None)
@@ -40,19 +43,22 @@ def multiplies_prompts(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
 
 
-def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+def _linear(module: nn.Module, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     few_rows = _few_rows.get()
     many_rows = few_rows is not None and module not in few_rows
-    parameters = module._parameters
-    weight, bias = parameters["weight"], parameters["bias"]
+    weight, bias = matrix_of(module)
     if (
         torch.compiler.is_compiling()
         or module.training
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or weight is None
-        or input.dtype != weight.dtype
-        or (many_rows and not multiplies_prompts(input.dtype))
+        or input.dtype not in (torch.float32, torch.bfloat16)
+        or (bias is not None and bias.dtype != input.dtype)
+        or (
+            isinstance(weight, Tensor)
+            and (weight.dtype != input.dtype or (many_rows and not multiplies_prompts(input.dtype)))
+        )
     ):
         return forward(input)
     if input.stride(-1) != 1 or input.ndim > 3:
@@ -60,7 +66,15 @@ def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tenso
     return ops.linear(input, weight, bias, many_rows=many_rows)
 
 
-def plain_linears(model: nn.Module) -> list[nn.Linear]:
+def matrix_of(module: nn.Module) -> tuple[Tensor | QuantisedWeight | None, Tensor | None]:
+    """Return the weight and the bias of a linear layer; no weight if the op can't take it."""
+    parameters = module._parameters
+    if type(module) is nn.Linear and type(weight := parameters["weight"]) is nn.Parameter:
+        return weight, parameters["bias"]
+    return weight_of(module), getattr(module, "bias", None)
+
+
+def row_invariant(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that :func:`row_invariant_linears` can replace; none if compiled."""
     modules = list(model.modules())
     # Compiled code is specialised on the unpatched modules.
@@ -69,16 +83,20 @@ def plain_linears(model: nn.Module) -> list[nn.Linear]:
     ):
         return []
     return [
-        module
-        for module in modules
-        if type(module) is nn.Linear and is_plain(module) and not own_forward_replaced(module)
+        module for module in modules if is_readable(module) and not own_forward_replaced(module)
     ]
 
 
-def is_plain(module: nn.Linear) -> bool:
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+def is_readable(module: nn.Module) -> bool:
+    """Whether the op can take the weight and the bias of this linear layer."""
+    weight, bias = matrix_of(module)
+    if isinstance(weight, QuantisedWeight):
+        kept = (torch.float32, torch.bfloat16)
+        return weight.codes.is_cpu and (
+            bias is None or (bias.dtype in kept and bias.is_cpu and bias.is_contiguous())
+        )
     return (
-        type(weight) is nn.Parameter
+        weight is not None
         and weight.layout == torch.strided
         and weight.is_cpu
         and weight.dtype in (torch.float32, torch.bfloat16)
@@ -89,9 +107,9 @@ def is_plain(module: nn.Linear) -> bool:
 
 @contextmanager
 def row_invariant_linears(
-    modules: Sequence[nn.Linear], few_rows: Collection[nn.Linear] | None = None
+    modules: Sequence[nn.Module], few_rows: Collection[nn.Module] | None = None
 ) -> Iterator[None]:
-    """Make these modules, from :func:`plain_linears`, compute row-invariantly in this thread.
+    """Make these modules, from :func:`row_invariant`, compute row-invariantly in this thread.
 
     Contexts may be nested, and several threads may open them for the same modules.
 

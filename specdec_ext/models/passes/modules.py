@@ -19,7 +19,7 @@ from specdec_ext.models.families.griffin import recurrent_blocks, states_in_cach
 from specdec_ext.models.families.patches import patched, patches_of
 from specdec_ext.models.families.scans import continuing, stateless_scans
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, concatenated
-from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 from specdec_ext.models.passes.masks import visibility
 from specdec_ext.models.passes.visibility import BlockVisibility
 from specdec_ext.models.patching.changes import Entry, inference_mode, joined_changes
@@ -46,13 +46,13 @@ class ModelParts:
     patches: list[Replacement]
     griffin_blocks: list[nn.Module]
     scans: list[nn.Module]
-    linears: list[nn.Linear]
-    head: list[nn.Linear]
+    linears: list[nn.Module]
+    head: list[nn.Module]
     models: list[PreTrainedModel]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelParts:
-        linears, head = plain_linears(model), model.get_output_embeddings()
+        linears, head = row_invariant(model), model.get_output_embeddings()
         return cls(
             frozenset(inspect.signature(model.forward).parameters),
             patches_of(model),
