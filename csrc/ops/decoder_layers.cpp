@@ -54,19 +54,41 @@ constexpr LayerTensor kMatrices[] = {kQuery, kKey, kValue, kOutput, kGate, kUp, 
   fail("specdec::decoder_layers: argument " + argument + " " + problem);
 }
 
+// The tensors of all layers. Functions count as if each layer had all kLayerTensors.
 class Weights {
  public:
-  // `scales` is empty, or has a tensor for each matrix, which is empty if that has no codes.
-  Weights(const std::vector<Tensor>& tensors, const std::vector<Tensor>& scales,
-          const float* levels, int32_t dtype)
-      : tensors_(tensors), scales_(scales), levels_(levels), dtype_(dtype) {}
+  // `names` are the LayerTensors that `tensors` has of each layer. `scales` is empty, or has a tensor
+  // for each matrix, which is empty if that has no codes.
+  Weights(const std::vector<Tensor>& tensors, const std::vector<int64_t>& names, size_t layers,
+          const std::vector<Tensor>& scales, const float* levels, int32_t dtype)
+      : tensors_(tensors),
+        layers_(layers),
+        given_(names.size()),
+        scales_(scales),
+        levels_(levels),
+        dtype_(dtype) {
+    std::fill(std::begin(places_), std::end(places_), -1);
+    for (size_t i = 0; i < given_; ++i) {
+      if (names[i] < 0 || names[i] >= kLayerTensors || places_[names[i]] >= 0) {
+        fail_argument("tensors", "must be different numbers below " +
+                                     std::to_string(kLayerTensors) + ", got " +
+                                     describe_numbers(names));
+      }
+      places_[names[i]] = static_cast<int64_t>(i);
+    }
+  }
 
-  bool has(size_t index) const { return tensors_[index].numel() != 0; }
+  bool has(size_t index) const {
+    const Tensor* tensor = find(index);
+    return tensor != nullptr && tensor->numel() != 0;
+  }
+
+  int64_t numel(size_t index) const { return has(index) ? find(index)->numel() : 0; }
 
   // A contiguous vector [count]; null if it is empty and optional.
   const void* vector(size_t index, int64_t count, bool is_optional = true) const {
-    const Tensor& tensor = tensors_[index];
     if (is_optional && !has(index)) return nullptr;
+    const Tensor& tensor = get(index);
     check(index, tensor.dim() == 1 && tensor.size(0) == count && tensor.stride(0) == 1,
           "contiguous [" + std::to_string(count) + "]");
     return tensor.const_data_ptr();
@@ -81,12 +103,12 @@ class Weights {
   // A matrix [outs, ins] of a layer and the bias that follows it; without outs, both must be empty.
   DecoderMatrix matrix(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
     const size_t index = layer * kLayerTensors + name;
-    const Tensor& tensor = tensors_[index];
     if (outs == 0) {
       check_empty(index, "the first layer has no such matrix");
       check_empty(index + 1, "there is no matrix that it belongs to");
       return {};
     }
+    const Tensor& tensor = get(index);
     DecoderMatrix matrix{.weight = tensor.const_data_ptr(),
                          .weight_stride = 0,
                          .codes = codes(layer, name, outs, ins),
@@ -106,23 +128,45 @@ class Weights {
 
   // The number of outputs of a matrix of the first layer.
   int64_t outs(LayerTensor name) const {
-    const Tensor& tensor = tensors_[name];
+    const Tensor& tensor = get(name);
     if (tensor.dim() != 2 || tensor.size(0) == 0) {
-      fail_argument("weights[" + std::to_string(name) + "]",
-                    "must be [outs, ins], got shape " + describe_shape(tensor));
+      fail_argument(describe(name), "must be [outs, ins], got shape " + describe_shape(tensor));
     }
     return tensor.size(0);
   }
 
  private:
+  // Where a tensor is in `tensors`, -1 if it was not given.
+  int64_t place(size_t index) const {
+    const size_t layer = index / kLayerTensors, name = index % kLayerTensors;
+    const int64_t first = static_cast<int64_t>(layer * given_);
+    if (layer == layers_) return first + static_cast<int64_t>(name);  // of the final norm
+    return places_[name] < 0 ? -1 : first + places_[name];
+  }
+
+  const Tensor* find(size_t index) const {
+    const int64_t at = place(index);
+    return at < 0 ? nullptr : &tensors_[at];
+  }
+
+  const Tensor& get(size_t index) const {
+    if (const Tensor* tensor = find(index)) return *tensor;
+    fail_argument("tensors", "must have number " + std::to_string(index % kLayerTensors) +
+                                 ", which every layer needs");
+  }
+
+  std::string describe(size_t index) const {
+    return "weights[" + std::to_string(place(index)) + "]";
+  }
+
   WeightCodes codes(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
     if (scales_.empty()) return {};
     const size_t index = layer * std::size(kMatrices) +
                          (std::find(std::begin(kMatrices), std::end(kMatrices), name) - kMatrices);
     const Tensor& scales = scales_[index];
     if (scales.numel() == 0) return {};
-    const Tensor& tensor = tensors_[layer * kLayerTensors + name];
-    const std::string weight_name = "weights[" + std::to_string(layer * kLayerTensors + name) + "]";
+    const Tensor& tensor = get(layer * kLayerTensors + name);
+    const std::string weight_name = describe(layer * kLayerTensors + name);
     const std::string scales_name = "scales[" + std::to_string(index) + "]";
     const Argument weight_arg(kOp, weight_name.c_str(), tensor);
     if (!tensor.is_cpu()) fail(weight_arg.prefix() + " must be on the CPU");
@@ -132,19 +176,22 @@ class Weights {
 
   void check_empty(size_t index, const std::string& reason) const {
     if (!has(index)) return;
-    fail_argument("weights[" + std::to_string(index) + "]",
-                  "must be empty (" + reason + "), got shape " + describe_shape(tensors_[index]));
+    fail_argument(describe(index),
+                  "must be empty (" + reason + "), got shape " + describe_shape(get(index)));
   }
 
   void check(size_t index, bool fits, const std::string& expected) const {
-    const Tensor& tensor = tensors_[index];
+    const Tensor& tensor = get(index);
     if (fits && dtype_of(tensor) == dtype_ && tensor.is_cpu()) return;
-    fail_argument("weights[" + std::to_string(index) + "]",
-                  "must be " + expected + " of " + dtype_name(dtype_) + " on the CPU, got " +
-                      dtype_name(dtype_of(tensor)) + " of shape " + describe_shape(tensor));
+    fail_argument(describe(index), "must be " + expected + " of " + dtype_name(dtype_) +
+                                       " on the CPU, got " + dtype_name(dtype_of(tensor)) +
+                                       " of shape " + describe_shape(tensor));
   }
 
   const std::vector<Tensor>& tensors_;
+  size_t layers_;
+  size_t given_;                   // tensors per layer
+  int64_t places_[kLayerTensors];  // of each LayerTensor among those, or -1
   const std::vector<Tensor>& scales_;
   const float* levels_;
   int32_t dtype_;
@@ -226,12 +273,13 @@ void read_rotations(const Argument& input, const std::vector<Tensor>& cosines,
     }
   }
   const auto count = static_cast<int64_t>(cosines.size());
-  if (tables.size() != layers.size()) {
-    fail_argument("tables", "must have one number per layer, got " + std::to_string(tables.size()) +
-                                " for " + std::to_string(layers.size()) + " layers");
+  if (!tables.empty() && tables.size() != layers.size()) {
+    fail_argument("tables", "must be empty or have one number per layer, got " +
+                                std::to_string(tables.size()) + " for " +
+                                std::to_string(layers.size()) + " layers");
   }
   for (size_t layer = 0; layer < layers.size(); ++layer) {
-    const int64_t table = tables[layer];
+    const int64_t table = tables.empty() ? 0 : tables[layer];
     if (table < -1 || table >= count) {
       fail_argument("tables", "must be -1 (none) to " + std::to_string(count - 1) + ", got " +
                                   std::to_string(table));
@@ -254,8 +302,9 @@ std::tuple<Tensor, Tensor> decoder_layers(
     const std::vector<int64_t>& windows, const std::optional<Tensor>& ancestors,
     const Tensor& prefix_starts, const Tensor& prefix_lengths, int64_t start, int64_t head_dim,
     double eps, double scale, const std::vector<Tensor>& scales,
-    const std::optional<Tensor>& levels, const std::vector<int64_t>& tables, int64_t norm,
-    int64_t activation, bool interleaved, bool parallel, double softcap, double residual_scale) {
+    const std::optional<Tensor>& levels, const std::vector<int64_t>& tensors,
+    const std::vector<int64_t>& tables, int64_t norm, int64_t activation, bool interleaved,
+    bool parallel, double softcap, double residual_scale) {
   const Argument input_arg(kOp, "input", input), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
@@ -305,9 +354,9 @@ std::tuple<Tensor, Tensor> decoder_layers(
   }
   check_contiguous("input", input);
   const size_t num_layers = windows.size();
-  if (num_layers == 0 || weights.size() != num_layers * kLayerTensors + kFinalTensors) {
+  if (num_layers == 0 || weights.size() != num_layers * tensors.size() + kFinalTensors) {
     fail_argument("weights",
-                  "must be " + std::to_string(kLayerTensors) +
+                  "must be " + std::to_string(tensors.size()) +
                       " tensors for each of the layers in windows, at least one, and the "
                       "final norm with its bias; got " +
                       std::to_string(weights.size()) + " tensors for " +
@@ -322,7 +371,7 @@ std::tuple<Tensor, Tensor> decoder_layers(
     fail_argument("caches", "must be keys and values of each of " + std::to_string(num_layers) +
                                 " layers, got " + std::to_string(caches.size()) + " tensors");
   }
-  const Weights read(weights, scales, read_levels(kOp, levels), dtype);
+  const Weights read(weights, tensors, num_layers, scales, read_levels(kOp, levels), dtype);
   // Of matrices that are joined, the first layer has one and not the others.
   const bool joins_heads = !read.has(kKey), has_gate = read.has(kGate);
   const bool joins_gate = has_gate && !read.has(kUp);
@@ -350,8 +399,7 @@ std::tuple<Tensor, Tensor> decoder_layers(
                                  std::to_string(gates));
   }
   // A norm of the queries is over one head or over all.
-  params.head_norms_are_wide =
-      read.has(kQueryNorm) && weights[kQueryNorm].numel() == queries && queries != head_dim;
+  params.head_norms_are_wide = read.numel(kQueryNorm) == queries && queries != head_dim;
   if (params.head_norms_are_wide && interleaved) {
     fail_argument("weights", "must have norms of single heads, if interleaved");
   }

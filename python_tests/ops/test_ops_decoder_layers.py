@@ -19,7 +19,6 @@ from specdec_ext.ops.decoder_layers import (
     Activation,
     DecoderForm,
     Norm,
-    native_form,
 )
 from specdec_ext.ops.quantise import QuantisedWeight
 from specdec_ext.reference.decoder_layers import decoder_layers as reference
@@ -403,7 +402,7 @@ def test_threads_do_not_change_the_result(dtype, name):
 def test_opcheck(make):
     case = make(torch.float32)
     case["caches"] = [cache.nan_to_num() for cache in case["caches"]]
-    form = native_form(case.pop("form"), LAYERS)
+    form = case.pop("form").native
     torch.library.opcheck(
         torch.ops.specdec.decoder_layers.default,
         (*case.values(), [], None, *form),
@@ -426,7 +425,10 @@ def test_opcheck(make):
         ({"windows": [0, -1]}, "windows must be 0"),
         ({"head_dim": 0}, "head_dim must be 1 or more"),
         ({"head_dim": 10}, "whole heads of 10"),
-        ({"form": DecoderForm(tables=(0,))}, "tables must have one number per layer, got 1 for 2"),
+        (
+            {"form": DecoderForm(tables=(0,))},
+            "tables must be empty or have one .* got 1 for 2",
+        ),
         ({"form": DecoderForm(tables=(0, 1))}, r"tables must be -1 \(none\) to 0, got 1"),
         ({"form": DecoderForm(tables=(-2, 0))}, "tables must be .* got -2"),
         ({"form": DecoderForm(norm=4)}, "norm must be 0 to 3, got 4"),
@@ -509,6 +511,51 @@ def test_rejects_a_design_that_does_not_fit(design, name, weight, message):
     case = random_case(torch.float32, design)
     case["weights"][LAYER_TENSORS.index(name)] = weight
     with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**case)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_absent_tensors_may_be_left_out(name):
+    case = random_case(torch.float32, name)
+    count = len(LAYER_TENSORS)
+    present = [i for i in range(count) if case["weights"][i].numel()][::-1]  # in any order
+    layers = [case["weights"][first : first + count] for first in (0, count)]
+    shorter = copied(case)
+    shorter["weights"] = [own[i] for own in layers for i in present] + case["weights"][-2:]
+    tensors = tuple(LAYER_TENSORS[i] for i in present)
+    shorter["form"] = replace(case["form"], tensors=tensors)
+    again = copied(shorter)
+    expected = ops.decoder_layers(**case).states
+    assert torch.equal(ops.decoder_layers(**shorter).states, expected)
+    torch.testing.assert_close(reference(**again)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (LAYER_TENSORS[:-1], "weights must be 21 tensors for each of the layers"),
+        ((*LAYER_TENSORS[:-1], "query"), r"tensors must be different numbers below 22, got \[0, 1"),
+    ],
+)
+def test_rejects_tensors_that_do_not_fit(tensors, message):
+    case = random_case(torch.float32)
+    case["form"] = replace(case["form"], tensors=tensors)
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**case)
+
+
+@pytest.mark.parametrize("name", ["query", "output", "down"])
+def test_rejects_layers_without_a_matrix(name):
+    case = random_case(torch.float32)
+    index = LAYER_TENSORS.index(name)
+    tensors = tuple(each for each in LAYER_TENSORS if each != name)
+    case["form"] = replace(case["form"], tensors=tensors)
+    case["weights"] = [
+        each
+        for i, each in enumerate(case["weights"])
+        if i not in (index, index + len(LAYER_TENSORS))
+    ]
+    with pytest.raises(ValueError, match=f"tensors must have number {index}, which every layer"):
         ops.decoder_layers(**case)
 
 

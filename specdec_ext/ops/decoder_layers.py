@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from specdec_ext.ops import _library
 
-# The weights of a layer, in the order of the op. After them come the final norm and its bias.
+# The weights that a layer may have.
 LAYER_TENSORS = (
     "attention_norm",
     "attention_norm_bias",
@@ -72,6 +73,7 @@ class DecoderForm:
     """What the layers of a decoder compute, as far as their tensors do not tell; by default as in Llama.
 
     Attributes:
+        tensors: names in ``LAYER_TENSORS`` of the weights that are given for each layer.
         norm: kind of all norms.
         activation: between the matrices of the MLP.
         interleaved: the rows of ``query``, which has those of keys and values too, are head by head: those of
@@ -83,6 +85,7 @@ class DecoderForm:
         tables: of each layer, the index of its cosines and sines, -1 for no rotation; empty: 0 for all.
     """
 
+    tensors: tuple[str, ...] = LAYER_TENSORS
     norm: Norm = Norm.RMS
     activation: Activation = Activation.SILU
     interleaved: bool = False
@@ -90,6 +93,20 @@ class DecoderForm:
     softcap: float = 0.0
     residual_scale: float = 1.0
     tables: tuple[int, ...] = ()
+
+    @cached_property
+    def native(self) -> tuple[Any, ...]:
+        """The last arguments of the native op."""
+        return (
+            [LAYER_TENSORS.index(name) for name in self.tensors],
+            self.tables,
+            int(self.norm),  # torch takes microseconds to read an enumeration
+            int(self.activation),
+            self.interleaved,
+            self.parallel,
+            self.softcap,
+            self.residual_scale,
+        )
 
 
 LLAMA = DecoderForm()
@@ -141,12 +158,12 @@ def decoder_layers(
             all float32, with which a rotation is rounded once. The first ``rotary`` numbers of each head are
             rotated, an even number, in all tables the same.
         sines: like ``cosines``.
-        weights: ``LAYER_TENSORS`` of each layer, all of the same dtype, followed by the final norm and its
-            bias. What a layer does not have is an empty tensor: biases, norms, and the gate of an MLP that is
-            ``down(activation(up(x)))``. If ``key`` and ``value`` are empty, ``query`` has the rows of all
-            three; if ``up`` is empty, ``gate`` has the rows of both. ``query_norm`` and ``key_norm`` are
-            ``[head_dim]``, or over all heads of queries and of keys. Only ``LayerNorm`` has a bias. Weights
-            are not copied. A matrix may be the codes of a :class:`QuantisedWeight`.
+        weights: ``form.tensors`` of each layer, all of the same dtype, followed by the final norm and its
+            bias. What a layer does not have is left out or an empty tensor: biases, norms, and the gate of an
+            MLP that is ``down(activation(up(x)))``. If ``key`` and ``value`` are absent, ``query`` has the
+            rows of all three; if ``up`` is absent, ``gate`` has the rows of both. ``query_norm`` and
+            ``key_norm`` are ``[head_dim]``, or over all heads of queries and of keys. Only ``LayerNorm`` has
+            a bias. Weights are not copied. A matrix may be the codes of a :class:`QuantisedWeight`.
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
         windows: the window of each layer as for ``tree_attention``, 0 for none.
@@ -184,21 +201,8 @@ def decoder_layers(
             scale,
             scales,
             levels,
-            *native_form(form, len(windows)),
+            *form.native,
         )
-    )
-
-
-def native_form(form: DecoderForm, layers: int) -> tuple[Any, ...]:
-    """Return the last arguments of the native op."""
-    return (
-        form.tables or [0] * layers,
-        form.norm,
-        form.activation,
-        form.interleaved,
-        form.parallel,
-        form.softcap,
-        form.residual_scale,
     )
 
 

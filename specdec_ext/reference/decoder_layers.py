@@ -111,8 +111,10 @@ def decoder_layers(
 
     hidden, states = input, []
     for layer, window in enumerate(windows):
-        first = layer * len(LAYER_TENSORS)
-        own = dict(zip(LAYER_TENSORS, weights[first : first + len(LAYER_TENSORS)], strict=True))
+        first = layer * len(form.tensors)
+        given = weights[first : first + len(form.tensors)]
+        own = dict.fromkeys(LAYER_TENSORS, input.new_empty(0))
+        own.update(zip(form.tensors, given, strict=True))
         chosen = scales[layer * len(LAYER_MATRICES) :]
         own_scales = dict(zip(LAYER_MATRICES, chosen, strict=False))
         keys, values = caches[2 * layer : 2 * layer + 2]

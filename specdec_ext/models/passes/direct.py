@@ -318,6 +318,7 @@ def _described(
         return default if name is None else attrgetter(name)(owner)
 
     form = DecoderForm(
+        tensors=tuple(name for name in LAYER_TENSORS if any(name in own for own in found)),
         norm=family.norm,
         activation=activation,
         interleaved=family.interleaved,
@@ -332,7 +333,7 @@ def _described(
         embedding,
         value(decoder, family.embedding_scale),
         rotations,
-        *_in_order(found, _vectors(final)),
+        *_in_order(found, form.tensors, _vectors(final)),
         codes[0].levels if codes else None,
         model.lm_head,
         value(config, family.logits_divisor),
@@ -443,13 +444,13 @@ def _weights(layer: Any, family: Family) -> dict[str, Tensor | QuantisedWeight]:
 
 
 def _in_order(
-    layers: list[dict[str, Tensor | QuantisedWeight]], final: Sequence[Tensor]
+    layers: list[dict[str, Tensor | QuantisedWeight]], names: Sequence[str], final: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights and the scales in the order of the op; empty tensors for what is absent."""
+    """Return the weights ``names`` and the scales in the order of the op; empty tensors for absent ones."""
     nothing = final[0].new_empty(0)
     weights, scales = [], []
     for own in layers:
-        for name in LAYER_TENSORS:
+        for name in names:
             each = own.get(name, nothing)
             weights.append(each.codes if isinstance(each, QuantisedWeight) else each)
         for name in LAYER_MATRICES:
