@@ -92,7 +92,20 @@ def test_all_values_of_lists_are_measured_and_plain_decoding_always_is(tmp_path)
     assert {len(row["acceptance_per_position"].split()) for row in drafted} <= {1, 2, 3}
     assert {row["policy"] for row in drafted} == {"fixed"}
     assert "1 of 3 prompts fill no batch of 2 and were left out" in shown
+    assert "same text of specdec none in batches of 2 as of 1: 2/2" in shown
     assert "HF generate" not in shown and shown.count("ratio to specdec none") == 4
+
+
+def test_each_draft_length_has_a_drafter_of_its_own(tmp_path):
+    record = tmp_path / "record.json"
+    bench(
+        "--prompts", prompts_file(tmp_path, 1), "--drafter", "ngram", "--draft-length", "1,3",
+        "--speculation", "fixed", "--no-transformers", "-o", record, "--max-new-tokens", "24",
+        "--repeats", "1",
+    )  # fmt: skip
+    (found,) = json.loads(record.read_text())
+    lengths = {row["name"]: len(row["acceptance_per_position"]) for row in found["rows"]}
+    assert lengths == {"specdec none": 0, "specdec ngram, chain 1": 1, "specdec ngram, chain 3": 3}
 
 
 def test_bench_of_a_batch_leaves_out_contestants_for_single_rows(tmp_path):
@@ -144,6 +157,17 @@ def test_a_model_of_the_users_runs_without_further_arguments(tmp_path):
     assert "questions are given by the chat template" in shown
     shown = bench(folder, "--drafter", "none", "--no-chat", "--count", 1, "--turns", 1, *QUICK)
     assert "prompts 1," in shown and "as texts to be continued, without a chat template" in shown
+
+
+def test_files_keep_the_warning_about_a_busy_machine(tmp_path, monkeypatch):
+    seconds = iter([(100.0, 50.0), (200.0, 60.0)])  # all, idle
+    monkeypatch.setattr("specdec_ext.cli.shared.common._processor_seconds", lambda: next(seconds))
+    record = tmp_path / "record.json"
+    given = ("--prompts", prompts_file(tmp_path, 1), "--drafter", "none", "--no-transformers")
+    shown = bench(*given, "-o", record, *QUICK)
+    warning = "other processes use 90% of this machine: the numbers are not reliable"
+    (found,) = json.loads(record.read_text())
+    assert found["remarks"][-1].startswith(warning) and shown.startswith(warning)
 
 
 def test_differences_of_texts_are_shown(tmp_path, monkeypatch):

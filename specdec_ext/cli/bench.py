@@ -201,7 +201,7 @@ def bench(
             from specdec_ext.evaluate.benchmark.served import compare_servers
 
             servers = [stack.enter_context(Server(each, model, api_key, timeout)) for each in url]
-            warn_if_busy(console)
+            warnings = warn_if_busy(console)
             reports = compare_servers(
                 servers,
                 conversations,
@@ -218,10 +218,12 @@ def bench(
         with user_errors():
             drafters = _drafters(drafter, shapes, target, tokenizer)
             assistant = None if assisted is None else _assistant(assisted, target, tokenizer)
-            warn_if_busy(console)
+            warnings = warn_if_busy(console)
             workloads = benchmark.workloads(
                 target, tokenizer, conversations, sizes, temperatures, max_new_tokens, chat
             )
+            if breakdown:
+                steps = _breakdowns(target, list(workloads[0].prompts), drafters, max_new_tokens)
             reports = benchmark.compare_all(
                 target,
                 workloads,
@@ -231,8 +233,8 @@ def bench(
                 transformers_too=transformers_too,
                 **common,
             )
-            if breakdown:
-                steps = _breakdowns(target, list(workloads[0].prompts), drafters, max_new_tokens)
+    for report in reports:
+        report.remarks += warnings
     _publish(console, reports, steps, out or [], plot_file, details)
 
 

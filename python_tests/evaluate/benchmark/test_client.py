@@ -274,6 +274,7 @@ def test_as_many_requests_as_streams_run_at_a_time(fake, streams):
         # The first ones wait until as many are there as may be.
         while fake.most_at_once < streams and time.monotonic() < end:
             time.sleep(0.001)
+        time.sleep(0.03)  # all that may come meanwhile come
         return completion(body["prompt"])
 
     fake.answer = answer

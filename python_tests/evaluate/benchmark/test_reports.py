@@ -20,8 +20,10 @@ from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import (
     Report,
     Series,
+    Workload,
     batches,
     compare,
+    compare_all,
     endless,
     generation_kwargs,
     interleave,
@@ -188,6 +190,31 @@ def test_a_comparison_of_padded_batches(temperature):
     assert report.expected == ("specdec none" if temperature else "HF generate")
     assert report.settings["batch"] == 2 and report.settings["do_sample"] == (temperature > 0)
     assert report.series["HF generate"].new_tokens == [24, 24]
+
+
+def test_texts_of_all_batch_sizes_are_compared(monkeypatch):
+    """Rows are the same without their padding, whatever the batch."""
+    model = tiny_model("llama")
+    ids, mask = prompts((4, 7, 5))
+    rows = [{"input_ids": each[None, -int(m.sum()) :]} for each, m in zip(ids, mask, strict=True)]
+    sizes = [Workload(rows, names=["a", "b", "c"])]
+    sizes.append(Workload([{"input_ids": ids[:2], "attention_mask": mask[:2]}], names=["a", "b"]))
+    options = dict(max_new_tokens=6, repeats=1, transformers_too=False)
+    one, two = compare_all(model, sizes, {}, **options)
+    assert "same text of specdec none in batches of 2 as of 1: 2/2" in two.remarks
+    assert not one.remarks and not two.differences
+    together = two.series["specdec none"].rows()
+    for (alone, length), (text, same) in zip(
+        one.series["specdec none"].rows(), together, strict=False
+    ):
+        assert torch.equal(alone, text) and length == same
+
+    def bug(model, first, second, prompt_length):
+        return ComparedRuns(False, prompt_length, "bug", 3.0, 0.2)
+
+    monkeypatch.setattr("specdec_ext.evaluate.benchmark.series.compare_runs", bug)
+    _, two = compare_all(model, sizes, {}, **options)
+    assert "specdec none in batches of 2 as of 1, prompt b: bug: " in two.differences[1]
 
 
 def test_single_rows_meet_all_of_hugging_faces_ways(tmp_path):

@@ -188,21 +188,27 @@ def describe(compared: ComparedRuns, prompt_length: int) -> str:
     return f"{verdict} {where}: logit gap {compared.gap:.2g}, bound {compared.bound:.2g}"
 
 
-def warn_if_busy(console: PlainConsole) -> None:
-    """Warn if other processes are busy: they distort ratios, as threads of one product wait for a core."""
+def warn_if_busy(console: PlainConsole) -> list[str]:
+    """Warn if other processes are busy: they distort ratios, as threads of one product wait for a core.
+
+    Returns:
+        The warning, if there is one, for the files of the results.
+    """
     before = _processor_seconds()
     time.sleep(0.5)
     after = _processor_seconds()
     if before is None or after is None:
-        return
+        return []
     total, idle = after[0] - before[0], after[1] - before[1]
     busy = 1 - idle / total if total else 0.0
-    if busy > BUSY_SHARE:
-        console.sentence(
-            f"other processes use {busy:.0%} of this machine: the numbers below are not reliable "
-            "(OMP_NUM_THREADS=1 reduces the effect)",
-            style="yellow",
-        )
+    if busy <= BUSY_SHARE:
+        return []
+    warning = (
+        f"other processes use {busy:.0%} of this machine: the numbers are not reliable "
+        "(OMP_NUM_THREADS=1 reduces the effect)"
+    )
+    console.sentence(warning, style="yellow")
+    return [warning]
 
 
 def _processor_seconds() -> tuple[float, float] | None:

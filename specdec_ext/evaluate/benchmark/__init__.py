@@ -35,6 +35,7 @@ from specdec_ext.evaluate.benchmark.report import (
     repetition_note,
     same_text,
     same_texts,
+    told_differences,
 )
 from specdec_ext.evaluate.benchmark.series import (
     Prompt,
@@ -128,7 +129,8 @@ def compare_all(
 
     Args:
         model: the target.
-        workloads: batches of prompts, and the temperature at which they are continued.
+        workloads: batches of prompts, and the temperature at which they are continued. If there are several,
+            they have the same rows in the same order.
         drafters: name -> value of the argument ``drafter`` of ``specdec_ext.generate``.
         assistant: a draft model for Hugging Face's assisted decoding. Assisted decoding and prompt lookup are
             left out for batches of more than one row, which transformers does not support there.
@@ -159,7 +161,19 @@ def compare_all(
             report.left_out, report.categories = missing, workload.categories
             report.remarks += workload.remarks
             reports.append(report)
+        _compare_sizes(model, reports, workloads)
     return reports
+
+
+def _compare_sizes(model: Model, reports: Sequence[Report], workloads: Sequence[Workload]) -> None:
+    """Compare greedy plain decoding in batches of each size with that of the first size."""
+    greedy = [pair for pair in zip(reports, workloads, strict=True) if not pair[1].temperature]
+    for report, workload in greedy[1:]:
+        first, _ = greedy[0]
+        sizes = f"batches of {report.settings['batch']} as of {first.settings['batch']}"
+        compared = report.series[PLAIN].compared_to(first.series[PLAIN], model)
+        report.remarks.append(f"same text of {PLAIN} in {sizes}: {same_text(compared)}")
+        report.differences += told_differences(f"{PLAIN} in {sizes}", compared, workload.names)
 
 
 def _of_drafters(

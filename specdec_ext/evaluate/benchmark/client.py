@@ -11,6 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -252,7 +253,14 @@ class Server:
             return answer.status_code, await _limited(answer)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(work)
+        task = self._loop.create_task(work)
+        try:
+            return self._loop.run_until_complete(task)
+        except KeyboardInterrupt:  # the server is told that nobody reads its answers
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
+            raise
 
 
 async def _limited(answer: Any) -> bytes:

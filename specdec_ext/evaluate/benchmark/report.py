@@ -86,7 +86,7 @@ class Report(Summarised):
         yield self.machine
         yield (
             "A ratio compares medians over prompts; the interval says how far it depends on the prompts. "
-            "Speculation pays where more tokens are emitted per step than break-even."
+            "`details()` has tables of everything else that was measured."
         )
         yield from self.notes()
 
@@ -413,38 +413,45 @@ def same_texts(
     plain decoding: transformers samples different texts from the same distribution.
 
     Args:
-        names: of the rows of all prompts, for the sentences about differences.
+        names: as for :func:`told_differences`.
     """
     found: dict[str, str] = {}
     differences: list[str] = []
-
-    def told(contestant: str, row: int, how: str) -> None:
-        prompt = names[row] if row < len(names) else str(row)
-        differences.append(f"{contestant}, prompt {prompt}: {how}")
-
     if not sampled:
         others = {name: each for name, each in series.items() if name != baseline}
         with tracked("comparing the texts", len(others), "contestant") as work:
             for name, each in others.items():
                 compared = each.compared_to(series[baseline], model)
                 found[name] = same_text(compared)
-                for row, verdict in enumerate(compared):
-                    if not verdict.equal:
-                        told(name, row, verdict.summary())
+                differences += told_differences(name, compared, names)
                 work.advance()
-        return found, differences
-    if plain is None:
-        return {}, []
-    for name, each in series.items():
-        if each.speculation_stats and name != plain:
-            equal = each.equals(series[plain])
-            found[name] = f"{sum(equal)}/{len(equal)}"
-            rows = [len(text) for text in each.texts]
-            for place, is_equal in enumerate(equal):
-                if not is_equal:
-                    how = f"the sampled text differs from that of {plain}"
-                    told(name, sum(rows[:place]), how)
+    elif plain is not None:
+        for name, each in series.items():
+            if each.speculation_stats and name != plain:
+                equal = each.equals(series[plain])
+                found[name] = f"{sum(equal)}/{len(equal)}"
+                differences += [
+                    f"{name}, call {call}: the sampled text differs from that of {plain}"
+                    for call, is_equal in enumerate(equal, 1)
+                    if not is_equal
+                ]
     return found, differences
+
+
+def told_differences(
+    contestant: str, compared: Sequence[ComparedRuns], names: Sequence[str]
+) -> list[str]:
+    """A sentence for each text that differs.
+
+    Args:
+        compared: the verdicts on the rows of all prompts.
+        names: of these rows; () for their numbers.
+    """
+    return [
+        f"{contestant}, prompt {names[row] if names else row}: {verdict.summary()}"
+        for row, verdict in enumerate(compared)
+        if not verdict.equal
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]], headings: Sequence[str], title: str = "") -> Table:

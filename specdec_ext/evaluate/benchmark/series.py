@@ -192,14 +192,24 @@ class Series(Summarised):
         ]
 
     def compared_to(self, baseline: Series, model: PreTrainedModel) -> list[ComparedRuns]:
-        """Compare each row's greedy text with the baseline's, in order; prompts are padded on the left."""
-        verdicts = []
-        for expected, texts, masks in zip(baseline.texts, self.texts, self.masks, strict=True):
-            for first, second, mask in zip(expected, texts, masks, strict=True):
+        """Compare each row's greedy text with the baseline's, in order.
+
+        The two may have been measured in batches of different sizes, of the same rows in the same order; of
+        more rows than the other has, the first ones are compared.
+        """
+        return [
+            compare_runs(model, expected, text, length)
+            for (expected, length), (text, _) in zip(baseline.rows(), self.rows(), strict=False)
+        ]
+
+    def rows(self) -> list[tuple[Tensor, int]]:
+        """The ids of each row without padding, which is on the left, and the length of its prompt."""
+        found = []
+        for texts, masks in zip(self.texts, self.masks, strict=True):
+            for text, mask in zip(texts, masks, strict=True):
                 length = int(mask.sum())
-                begin = len(mask) - length
-                verdicts.append(compare_runs(model, first[begin:], second[begin:], length))
-        return verdicts
+                found.append((text[len(mask) - length :], length))
+        return found
 
 
 @dataclass
