@@ -100,7 +100,7 @@ def report(name="specdec x", seconds=(1.0, 2.0)):
             [torch.arange(10)[None]] * 2,
             [5 << 20] * 2,
             [stats()] * 2,
-            [Latency(0.2, 0.001, (0.004, 0.008))] * 2,
+            [Latency(0.2, (0.004, 0.008), (1, 4, 4), 9, 2)] * 2,
         )
         for each in ("HF generate", "specdec none", name)
     }

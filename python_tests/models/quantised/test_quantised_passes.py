@@ -98,7 +98,7 @@ def test_matrices_of_several_formats_in_one_model():
         weight = layer.self_attn.v_proj.weight
         scales = weight.detach().abs().amax(1, keepdim=True) / 7
         codes = (weight.detach() / scales).round().long() + 8
-        layer.self_attn.v_proj = QuantisedLinear(QuantisedWeight.pack(codes, scales, bits=4))
+        layer.self_attn.v_proj = QuantisedLinear(QuantisedWeight.pack(codes, scales, bits=4)).eval()
     kinds = {type(each) for each in model.model.layers[0].self_attn.children()}
     assert kinds == {nn.Linear, QuantisedLinear} and findings_of(model).direct is not None
     ids, mask = prompts((9, 4))
