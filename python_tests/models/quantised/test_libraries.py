@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import specdec_ext
 from specdec_ext import QuantisationReport, quantize, repack
+from specdec_ext.models.passes.known_code import is_untouched
 from specdec_ext.models.quantised.sources import is_foreign, weight_of
 from specdec_ext.ops.quantise import QuantisedWeight
 
@@ -51,6 +52,7 @@ def assert_repacked(model, tmp_path, rtol=1e-4):
     own = [type(each) for each in model.modules()]
     repack(model)
     assert not linears(model) and own != [type(each) for each in model.modules()]
+    assert is_untouched(model)  # no hook of the library is left
     for name, expected in before.items():
         assert torch.equal(model.get_submodule(name).weight.dequantise(), expected)
     with torch.no_grad():

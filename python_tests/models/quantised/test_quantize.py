@@ -134,6 +134,15 @@ def test_results_are_the_same_in_every_run():
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_a_copy_of_a_quantised_model():
+    model, ids = quantize(fresh(), "int4"), torch.arange(1, 9)[None]
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.lm_head.codes.zero_()
+        assert torch.equal(copied(ids).logits, expected)
+
+
 def test_the_dtype_of_a_quantised_model_can_change():
     model = quantize(fresh(), "int4", symmetric=False)
     before = {name: each.clone() for name, each in model.state_dict().items()}
