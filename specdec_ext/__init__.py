@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specdec_ext.models import Support, supports
     from specdec_ext.models.graphs import free_graphs
     from specdec_ext.models.quantised.convert import quantize
+    from specdec_ext.models.quantised.repack import repack
     from specdec_ext.models.quantised.report import QuantisationReport
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
     from specdec_ext.schedule.settings import SpeculationConfig
@@ -72,6 +73,7 @@ __all__ = [
     "install",
     "load_draft",
     "quantize",
+    "repack",
     "save_draft",
     "supports",
     "uninstall",
@@ -100,6 +102,7 @@ _MODULES = {
     "models": ("Support", "supports"),
     "models.graphs": ("free_graphs",),
     "models.quantised.convert": ("quantize",),
+    "models.quantised.repack": ("repack",),
     "models.quantised.report": ("QuantisationReport",),
     "tree.draft_tree": ("DraftTree",),
     "tree.config": ("TreeConfig",),

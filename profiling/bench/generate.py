@@ -274,7 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
                 model, contestants, prompts, shared, options.repeats, settings=settings
             )
         report.left_out = left_out
-        console.print(*report.tables(), sep="\n")
+        console.print(*report.tables(), *report.details(), sep="\n")
         for note in report.notes():
             console.print(note)
         reports.append(report)

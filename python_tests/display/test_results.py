@@ -100,7 +100,7 @@ def report(name="specdec x", seconds=(1.0, 2.0)):
             [torch.arange(10)[None]] * 2,
             [5 << 20] * 2,
             [stats()] * 2,
-            [Latency(0.2, 0.001, (0.004, 0.008))] * 2,
+            [Latency(0.2, (0.004, 0.008), (1, 4, 4), 9, 2)] * 2,
         )
         for each in ("HF generate", "specdec none", name)
     }
@@ -291,8 +291,8 @@ def test_numbers_are_whole(case):
         ("pinned settings", "drafts in every step: chain of 3 tokens, at most 8 nodes"),
         ("quantised model", "4 layers of 4.50 bits per weight: 9.0 MiB instead of 32.0 MiB in bfloat16; mean "
          "error of a layer 7.70%"),
-        ("quantised model that was loaded", "4 layers of 4.50 bits per weight: 9.0 MiB instead of 32.0 MiB in "
-         "bfloat16"),
+        ("quantised model that was loaded", "4 layers of 4.50 bits per weight: 9.0 MiB instead of 32.0 MiB "
+         "in bfloat16"),
         ("step", "step 200: loss 1.200 .. 2.300, 8,000 tokens/s; held out: mean acceptance length 2.48 "
          "greedy, 2.20 sampled at temperature 1; by position 0.71 0.66 0.64"),
     ],

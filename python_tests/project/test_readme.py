@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -111,7 +112,8 @@ def test_every_command_runs(command, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("\n".join(lines))
     prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps(["import os\n\n", "def f(x):\n"]))
+    shown = ["import os\n\n", "def f(x):\n", "class A:\n", "import re\n"]
+    prompts.write_text(json.dumps([{"prompt": text, "category": "code"} for text in shown]))
     model, head = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
     stand_for = {"MODEL": model, "TARGET": "bundled", "PATH": head, "FILE": str(texts)}
     stand_for |= {"FOLDER": str(tmp_path / "out"), "text.txt": str(prompts)}
@@ -122,9 +124,14 @@ def test_every_command_runs(command, tmp_path):
             word = str(texts)
         elif before == "--init-from" or (before == "--drafter" and "/" in word):
             word = head
-        elif before in ("--out", "--regenerate"):
+        elif before in ("--out", "-o", "--regenerate"):
             word = str(tmp_path / word)
         words.append(NUMBERS.sub("512", stand_for.get(word, word)))
     extra = SHORT.get(command[0], "").format(texts=prompts, new=tmp_path / "work")
-    result = CliRunner().invoke(app, [*words, *extra.split()])
+    with ExitStack() as stack:
+        if "--url" in words:
+            from helpers.serving import serving
+
+            words[words.index("--url") + 1] = stack.enter_context(serving()).url
+        result = CliRunner().invoke(app, [*words, *extra.split()])
     assert result.exit_code == 0, result.output

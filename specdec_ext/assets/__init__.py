@@ -3,7 +3,8 @@
 ``tiny-python-target`` and ``tiny-python-draft`` are small Llama models of Python source code with the same
 tokenizer, trained by ``tools/bundled/bundled_models.py``. ``tiny-python-head`` is an EAGLE 3.1 head for the
 target, trained by ``specdec train``. Their model cards give the commands. The prompts are the beginnings of
-files on which no model was trained (``PROMPTS.md``, made by ``tools/bundled/make_prompts.py``).
+files on which no model was trained (``PROMPTS.md``, made by ``tools/bundled/make_prompts.py``). The general
+prompts (``general_prompts.jsonl``, written for this package) are for models of any kind.
 """
 
 from __future__ import annotations

@@ -1,31 +1,28 @@
-"""``specdec bench``: measure the speed of each drafter against Hugging Face's ways to generate."""
+"""``specdec bench``: the speed and latency of a model with each drafter, or of servers."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specdec_ext.cli.shared.common import (
+    BUNDLED,
     DRAFTER_HELP,
     DeviceOption,
     DtypeOption,
     MaxNewTokensOption,
     Model,
-    ModelArgument,
-    PromptsOption,
-    SpeculationOption,
     check_outputs,
     load_drafter,
     load_target,
-    read_prompts,
     user_errors,
     warn_if_busy,
 )
-from specdec_ext.cli.shared.shape import DraftLengthOption, TreeOption, shape_of
+from specdec_ext.cli.shared.lists import naturals, numbers, split
+from specdec_ext.cli.shared.shape import DraftLengthsOption, TreesOption, shapes_of
 from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:
@@ -33,26 +30,102 @@ if TYPE_CHECKING:
 
     from specdec_ext import TreeConfig
     from specdec_ext.evaluate.benchmark import Report
+    from specdec_ext.evaluate.benchmark.prompts import Conversation
     from specdec_ext.evaluate.breakdown import Breakdown
+
+# Options that only one of the two kinds of contestants has.
+_OF_MODELS = {
+    "drafter": "--drafter",
+    "draft_length": "--draft-length",
+    "tree": "--tree",
+    "transformers_too": "--transformers",
+    "assisted": "--assisted",
+    "breakdown": "--breakdown",
+    "dtype": "--dtype",
+    "device": "--device",
+}
+_OF_SERVERS = {"api_key": "--api-key", "timeout": "--timeout"}
 
 
 def bench(
-    model: ModelArgument = None,
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder or hub id of a causal language model; default: the bundled model. With --url, the "
+            "name of the model on the server; default: its only one."
+        ),
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--url",
+            help="Measure the server at this address (OpenAI's API, such as http://127.0.0.1:8000). May be "
+            "repeated: servers take turns and are compared with the first.",
+        ),
+    ] = None,
     drafter: Annotated[
         list[str], typer.Option("--drafter", help=f"{DRAFTER_HELP} May be repeated.")
     ] = ["auto"],  # noqa: B006  (typer copies it)
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per call.")] = 1,
-    prompts: PromptsOption = None,
-    max_new_tokens: MaxNewTokensOption = 128,
+    batch: Annotated[
+        str,
+        typer.Option(
+            "--batch", help="Prompts per call, or requests at a time with --url, such as 1,4,16."
+        ),
+    ] = "1",
+    draft_length: DraftLengthsOption = "",
+    tree: TreesOption = "",
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")
-    ] = 0.0,
+        str, typer.Option("--temperature", help="Temperatures such as 0,0.8; 0 is greedy.")
+    ] = "0",
+    speculation: Annotated[
+        str,
+        typer.Option(
+            "--speculation",
+            help="auto: draft only where it saves time; fixed: draft in every step; or fixed,auto. Default: "
+            "auto, or as the server was started.",
+        ),
+    ] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            exists=True,
+            dir_okay=False,
+            help="File of prompts (JSON list or JSONL, such as those of MT-bench, HumanEval, GSM8K and "
+            "Spec-Bench) or of one prompt (text); default: bundled prompts.",
+        ),
+    ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option("--category", help="Only prompts of this category. May be repeated."),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option("--count", min=1, help="Most prompts, of all categories alike.")
+    ] = None,
+    turns: Annotated[
+        int | None,
+        typer.Option("--turns", min=1, help="Most turns of a conversation; default: all."),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Give prompts as messages of a chat, or as texts to be continued; default: as messages if "
+            "the file has turns and the model has a chat template.",
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokensOption = 128,
     repeats: Annotated[
         int, typer.Option(min=1, help="Calls per prompt, of which the median is used.")
     ] = 3,
-    speculation: SpeculationOption = "auto",
-    draft_length: DraftLengthOption = None,
-    tree: TreeOption = None,
+    transformers_too: Annotated[
+        bool,
+        typer.Option(
+            "--transformers/--no-transformers",
+            help="Also measure Hugging Face's ways to generate.",
+        ),
+    ] = True,
     assisted: Annotated[
         str | None,
         typer.Option(
@@ -61,13 +134,26 @@ def bench(
             "draft).",
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write all results to this file.")
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--out",
+            "-o",
+            dir_okay=False,
+            help="Write all results to this file (.json, .jsonl, .csv, .md or .html). May be repeated.",
+        ),
     ] = None,
     plot_file: Annotated[
         Path | None,
         typer.Option("--plot", dir_okay=False, help="Write a bar chart to this file (PNG)."),
     ] = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Show all percentiles, prompt and generation apart, categories, acceptance by position.",
+        ),
+    ] = False,
     breakdown: Annotated[
         bool,
         typer.Option(
@@ -75,52 +161,169 @@ def bench(
             help="Show where the time of a step goes for each drafter; with --plot, in a second chart.",
         ),
     ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SPECDEC_API_KEY", show_envvar=True, help="Key of the server."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Most seconds for a request to a server.")
+    ] = 600.0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
-    """Compare the speed of each drafter, plain decoding and Hugging Face generate.
+    """Compare the speed and latency of each drafter with plain decoding, or measure servers.
 
-    The ways to generate take turns on every prompt, and the medians are reported. End-of-sequence tokens are
-    ignored, so that every text has --max-new-tokens tokens. Ratios are relative to Hugging Face generate,
-    with 95 % confidence intervals over prompts. Break-even is the cost of a speculative step in steps of
-    plain decoding: speculation pays if a step emits more tokens than that.
+    All combinations of the values of --drafter, --draft-length or --tree, --speculation, --batch and
+    --temperature are measured, and plain decoding always is. All take turns on every prompt after a call
+    that is not counted, and medians are reported. End-of-sequence tokens are ignored, so that every text has
+    --max-new-tokens tokens. Ratios have 95 % confidence intervals over prompts.
+
+    TTFT is the time to the first token. TPOT is the mean time of a request per token after the first. ITL is
+    the time between two arrivals divided among the tokens that arrive, and the chunk gap is that time itself:
+    with speculation, several tokens arrive at once.
     """
-    from specdec_ext.evaluate import benchmark
-
     with user_errors():
-        check_outputs(json_file, plot_file)
-        if prompts is None and model is not None:
-            raise ValueError("pass --prompts FILE: the bundled prompts are for the bundled model")
-        texts = _bundled_texts() if prompts is None else [text for _, text in read_prompts(prompts)]
-    target, tokenizer = load_target(model, dtype, device)
+        _check_mode(context, url)
+        check_outputs(None, plot_file)
+        _check_files(out or [])
+        sizes, temperatures = naturals(batch, "--batch"), numbers(temperature, "--temperature")
+        if not temperatures:
+            raise ValueError("--temperature is empty; expected numbers such as 0,0.8")
+        policies = split(speculation, "--speculation", "auto|fixed", "auto, fixed or fixed,auto")
+        shapes = shapes_of(draft_length, tree)
+        conversations = _conversations(model, url, prompts, category or [], count, turns)
     console = PlainConsole()
-    with user_errors():
-        encoded = benchmark.batches(tokenizer, texts, batch, target.device)
-        shape = shape_of(draft_length, tree)
-        drafters = {
-            name: _shaped(name, load_drafter(name, target, tokenizer), shape) for name in drafter
-        }
-        assistant = None if assisted is None else _assistant(assisted, target, tokenizer)
-        warn_if_busy(console)
-        report = benchmark.compare(
-            target,
-            encoded,
-            drafters,
-            assistant=assistant,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            repeats=repeats,
-            speculation=speculation,
+    common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repeats": repeats}
+    steps: list[Breakdown] = []
+    if url:
+        with user_errors(), ExitStack() as stack:
+            from specdec_ext.evaluate.benchmark.client import Server
+            from specdec_ext.evaluate.benchmark.served import compare_servers
+
+            servers = [stack.enter_context(Server(each, model, api_key, timeout)) for each in url]
+            warnings = warn_if_busy(console)
+            reports = compare_servers(
+                servers,
+                conversations,
+                streams=sizes,
+                temperatures=temperatures,
+                speculation=policies,
+                chat=chat,
+                **common,
+            )
+    else:
+        from specdec_ext.evaluate import benchmark
+
+        target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+        with user_errors():
+            drafters = _drafters(drafter, shapes, target, tokenizer)
+            assistant = None if assisted is None else _assistant(assisted, target, tokenizer)
+            warnings = warn_if_busy(console)
+            workloads = benchmark.workloads(
+                target, tokenizer, conversations, sizes, temperatures, max_new_tokens, chat
+            )
+            if breakdown:
+                steps = _breakdowns(target, list(workloads[0].prompts), drafters, max_new_tokens)
+            reports = benchmark.compare_all(
+                target,
+                workloads,
+                drafters,
+                assistant=assistant,
+                speculation=policies or ["auto"],
+                transformers_too=transformers_too,
+                **common,
+            )
+    for report in reports:
+        report.remarks += warnings
+    _publish(console, reports, steps, out or [], plot_file, details)
+
+
+def _check_mode(context: typer.Context, url: list[str] | None) -> None:
+    """Refuse options that have no effect on what is measured.
+
+    Raises:
+        ValueError: with the option.
+    """
+    others = _OF_MODELS if url else _OF_SERVERS
+    for name, option in others.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"{option} is for a model; a server generates as it was started, so leave it out with --url"
+                if url
+                else f"{option} is for servers; it needs --url"
+            )
+    if url and len(set(url)) < len(url):
+        raise ValueError("--url names a server twice")
+
+
+def _check_files(out: list[Path]) -> None:
+    from specdec_ext.evaluate.benchmark.files import check_file
+
+    for path in out:
+        check_file(path, "--out")
+
+
+def _conversations(
+    model: str | None,
+    url: list[str] | None,
+    prompts: Path | None,
+    categories: list[str],
+    count: int | None,
+    turns: int | None,
+) -> list[Conversation]:
+    from specdec_ext.evaluate.benchmark.prompts import bundled, chosen, general, read_conversations
+
+    if prompts is not None:
+        found = read_conversations(prompts)
+    else:
+        # The bundled model knows only Python.
+        found = bundled() if model in (None, BUNDLED) and not url else general()
+    return chosen(found, categories, count, turns)
+
+
+def _drafters(
+    names: list[str],
+    shapes: dict[str, TreeConfig],
+    target: Model,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """The drafters in all shapes; if there are several shapes, their names say which."""
+    found = {}
+    for name in names:
+        for shape, config in shapes.items() or [("", None)]:
+            full = f"{name}, {shape}" if len(shapes) > 1 else name
+            found[full] = _shaped(name, load_drafter(name, target, tokenizer), config)
+    return found
+
+
+def _publish(
+    console: PlainConsole,
+    reports: list[Report],
+    steps: list[Breakdown],
+    out: list[Path],
+    plot_file: Path | None,
+    details: bool,
+) -> None:
+    """Write and show results: first the files, so that nothing is lost."""
+    from specdec_ext.evaluate import benchmark
+    from specdec_ext.evaluate.benchmark import files
+
+    files.write(reports, out, steps)
+    console.sentence(reports[0].machine)
+    for report in reports:
+        console.blocks(*report.tables(), *(report.details() if details else ()))
+    for note in benchmark.joint_notes(reports):
+        console.sentence(note)
+    if not details:
+        console.sentence(
+            "--details shows all percentiles, prompt and generation apart, categories and acceptance by "
+            "position"
         )
-        steps = _breakdowns(target, encoded, drafters, max_new_tokens) if breakdown else []
-    if json_file is not None:
-        record = {**report.record(), "breakdowns": [asdict(each) for each in steps]}
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
-    _show(console, report)
     for each in steps:
         console.blocks(*each.sentences(), *each.tables())
     if plot_file is not None:
-        benchmark.plot([report], plot_file)
+        benchmark.plot(reports, plot_file)
         if steps:
             steps[0].plot(plot_file.with_stem(f"{plot_file.stem}_breakdown"), steps[1:])
 
@@ -165,12 +368,6 @@ def _shaped(name: str, drafter: Any, shape: TreeConfig | None) -> Any:
     )
 
 
-def _bundled_texts() -> list[str]:
-    from specdec_ext import assets
-
-    return [each["prompt"] for each in assets.held_out_prompts()]
-
-
 def _assistant(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> Any:
     from specdec_ext import DraftModelDrafter
 
@@ -180,13 +377,3 @@ def _assistant(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> 
             f"--assisted {name}: expected a draft model; assisted decoding takes no other drafter"
         )
     return found.model
-
-
-def _show(console: PlainConsole, report: Report) -> None:
-    from specdec_ext.evaluate.benchmark import position_table
-
-    console.sentence(report.machine)
-    drafted = [series for series in report.series.values() if series.total("drafts")]
-    console.blocks(*report.tables(), *map(position_table, drafted))
-    for note in report.notes():
-        console.sentence(note)

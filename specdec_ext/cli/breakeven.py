@@ -23,14 +23,14 @@ from specdec_ext.cli.shared.common import (
     user_errors,
     warn_if_busy,
 )
+from specdec_ext.cli.shared.lists import NUMBER, naturals, numbers
 from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:
     from specdec_ext.planning.costs import StepCosts
     from specdec_ext.planning.traffic import Traffic
 
-_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
-_KIND = re.compile(rf"(?:({_NUMBER}):)?({_NUMBER}(?:,{_NUMBER})*)")
+_KIND = re.compile(rf"(?:({NUMBER}):)?({NUMBER}(?:,{NUMBER})*)")
 
 
 def breakeven(
@@ -106,8 +106,8 @@ def breakeven(
     """
     with user_errors():
         check_outputs(json_file, plot_file)
-        rows, lengths = _numbers(batch, "--batch"), _numbers(draft_length, "--draft-length")
-        speed_ups = [float(each) for each in _split(speed_up, "--speed-up", _NUMBER)]
+        rows, lengths = naturals(batch, "--batch"), naturals(draft_length, "--draft-length")
+        speed_ups = numbers(speed_up, "--speed-up")
         traffic = _traffic(acceptance, unconditional) if acceptance else None
         given = _given_costs(costs, draft_cost, node_cost, rows, lengths)
         if (model is None) == (given is None):
@@ -144,20 +144,6 @@ def breakeven(
     console.blocks(*found.tables())
     for sentence in found.sentences():
         console.sentence(sentence)
-
-
-def _split(text: str, option: str, pattern: str) -> list[str]:
-    parts = [each.strip() for each in text.split(",")] if text else []
-    if not all(re.fullmatch(pattern, each) for each in parts):
-        raise ValueError(f"{option} {text}: expected numbers with commas between them, such as 1,4")
-    return parts
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    parts = _split(text, option, r"[1-9]\d{0,4}")
-    if not parts:
-        raise ValueError(f"{option} is empty; expected numbers such as 1,4")
-    return [int(each) for each in parts]
 
 
 def _traffic(given: list[str], unconditional: bool) -> Traffic:

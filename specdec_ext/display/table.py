@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from specdec_ext.display.text import printable
+from specdec_ext.display.text import as_markdown, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +22,7 @@ class Table:
     """A table that is printed in full: text wraps where the console is narrow, numbers stay whole.
 
     Columns of numbers are aligned to the right. ``rich`` prints the table on any console, and
-    :func:`~specdec_ext.display.console.plain_text` makes text of it.
+    :func:`~specdec_ext.display.console.plain_text` makes text of it; files have it as Markdown or HTML.
 
     Attributes:
         rows: the cells of each row.
@@ -69,6 +69,18 @@ class Table:
         for number, row in enumerate(self.rows):
             table.add_row(*map(plain, row), style="bold" if number in self.marked else None)
         return Group(plain(self.title), table) if self.title else table
+
+    def markdown(self) -> str:
+        """The table in Markdown, with its title above; text is escaped, so that it is shown as it is."""
+        numeric = self._numeric()
+
+        def line(cells: Sequence[str]) -> str:
+            return "| " + " | ".join(map(as_markdown, cells)) + " |"
+
+        head = line(self.headings or [""] * len(numeric))
+        rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
+        title = [f"{as_markdown(self.title)}\n"] if self.title else []
+        return "\n".join([*title, head, rule, *map(line, self.rows)])
 
     def html(self) -> str:
         """The table as HTML, without colours, so that it suits light and dark notebooks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 _KEPT = "\n\t"
@@ -24,6 +25,11 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Return ``text`` on one line, without control characters."""
     return " ".join(printable(text).split())
+
+
+def as_markdown(text: str) -> str:
+    """Return ``text`` on one line of Markdown that shows it as it is: markup and HTML are escaped."""
+    return re.sub(r"([\\`*_\[\]|<>&#])", r"\\\1", one_line(text))
 
 
 def counted(number: int, noun: str) -> str:

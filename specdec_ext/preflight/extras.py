@@ -9,6 +9,7 @@ from types import ModuleType
 _EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",
+    "httpx2": "serve",
     "llguidance": "structured",
     "matplotlib": "plot",
     "openai": "serve",

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from specdec_ext.display import Table
-from specdec_ext.display.text import printable
+from specdec_ext.display.page import page, paragraph, svg
 from specdec_ext.training.evaluation import Evaluation
 from specdec_ext.training.plot import Evaluations, evaluations, history_figure
 from specdec_ext.training.trainer import Progress
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
-td, th {{ padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884; }}
-svg {{ max-width: 100%; height: auto; background: white; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
 
 
 def write_report(
@@ -56,25 +35,25 @@ def write_report(
         ValueError: for an empty history.
         ImportError: if matplotlib is not installed.
     """
-    drawn = io.StringIO()
-    history_figure(history, start).savefig(drawn, format="svg")
-    svg = drawn.getvalue()
+    figure = history_figure(history, start)
     last = history[-1]
     seconds, tokens = sum(p.seconds for p in history), sum(p.tokens for p in history)
     parts = [
-        f"<p>{last.step:,} steps, {tokens:,} tokens in {seconds / 60:.0f} minutes, without evaluations. "
-        f"{escape(printable(machine))}</p>",
-        svg[svg.index("<svg") :],
+        paragraph(
+            f"{last.step:,} steps, {tokens:,} tokens in {seconds / 60:.0f} minutes, without evaluations. "
+            f"{machine}"
+        ),
+        svg(figure),
     ]
     new, old = evaluations(history, start)
     if new:
         parts += ["<h2>Estimates on held-out texts</h2>", _estimates(new, old).html()]
     if last.evaluation is not None:
-        parts += [f"<p>{escape(sentence)}</p>" for sentence in last.evaluation.sentences()]
+        parts += map(paragraph, last.evaluation.sentences())
         parts += [table.html() for table in last.evaluation.tables()]
     rows = [(name, str(value)) for name, value in settings.items() if value is not None]
     parts += ["<h2>Settings</h2>", Table(rows).html()]
-    path.write_text(_PAGE.format(title=escape(printable(title)), body="\n".join(parts)), "utf-8")
+    path.write_text(page(title, parts), "utf-8")
 
 
 def _estimates(new: Evaluations, old: Evaluations) -> Table:

@@ -55,7 +55,7 @@ def domain() -> Figure:
         "before": "specdec specdec_ext/assets/tiny-python-head",
         "after": "specdec build/domain/head",
     }
-    reports = [rows_of(read(name)) for name in domains.values()]
+    reports = [rows_of(read(name)[0]) for name in domains.values()]
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     lengths, speeds = figure.subplots(1, 2)
     for offset, (label, name), colour in zip(

@@ -115,7 +115,7 @@ def test_the_config_lists_layers_by_layout(tmp_path):
     assert config["quant_method"] == "specdec_ext" and config["version"] == 1
     attention, head = config["layouts"]
     assert attention["bits"] == 4 and len(attention["layers"]) == 12
-    assert head == {"bits": 8, "group_size": None, "scales": "float32", "layers": ["lm_head"]}
+    assert head == dict(bits=8, group_size=None, scales="float32", levels=False, layers=["lm_head"])
 
 
 # --- files that were changed
@@ -135,11 +135,12 @@ def edit(folder, change):
         (lambda config: config["layouts"][0].update(bits=3), "expected bits 8 or 4"),
         (lambda config: config["layouts"][0].update(group_size=-32), "a group_size"),
         (lambda config: config["layouts"][0].update(scales="int8"), "scales float32, bfloat16, offsets"),
+        (lambda config: config["layouts"][0].update(levels=True), "levels false or, for 4 bits, true"),
         (lambda config: config["layouts"][0].update(layers=["model.norm"]), "names 'model.norm', which is"),
         (lambda config: config["layouts"][0].update(layers=["model.nothing"]), "no linear layer of Llama"),
         (lambda config: config["layouts"][0].update(layers=[3]), "names 3, which is no linear"),
     ],
-    ids=["version", "bits", "group size", "scales", "norm", "unknown name", "number"],
+    ids=["version", "bits", "group size", "scales", "levels", "norm", "unknown name", "number"],
 )  # fmt: skip
 def test_changed_configs_are_refused(change, message, tmp_path):
     saved(random_model("llama"), tmp_path)

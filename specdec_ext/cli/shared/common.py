@@ -156,42 +156,14 @@ def torch_dtype(dtype: Dtype) -> torch.dtype | str:
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """Read the (name, text) pairs of the prompts in a file.
-
-    A ``.json`` file is a list of texts or objects, a ``.jsonl`` file has one text or object per line, and any
-    other file is a single prompt. An object has the prompt under ``prompt``, or as the first entry of
-    ``turns``; its name may stand under ``name`` or ``question_id``.
+    """The names and first turns of the prompts in a file.
 
     Raises:
-        ValueError: if the file is empty or has another content; the message names file and line.
+        ValueError, OSError: as :func:`specdec_ext.evaluate.benchmark.prompts.read_conversations`.
     """
-    from specdec_ext.training.data.records import read_rows, read_text
+    from specdec_ext.evaluate.benchmark.prompts import read_conversations
 
-    listed = path.suffix in (".json", ".jsonl")
-    rows = read_rows(path) if listed else [(str(path), read_text(path))]
-    if not rows:
-        raise ValueError(f"{path} is empty; expected a list of prompts")
-    return [_named_prompt(row, where, str(i)) for i, (where, row) in enumerate(rows)]
-
-
-def _named_prompt(row: Any, where: str, default_name: str) -> tuple[str, str]:
-    from specdec_ext.training.data.records import checked_text
-
-    if isinstance(row, str):
-        row = {"prompt": row}
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a text or an object, got {type(row).__name__}")
-    if "prompt" in row:
-        prompt = row["prompt"]
-    else:
-        turns = row.get("turns")
-        prompt = turns[0] if isinstance(turns, list) and turns else None
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(
-            f"{where}: expected a text under 'prompt', or a list of texts under 'turns'"
-        )
-    name = str(row.get("name", row.get("question_id", default_name)))
-    return name, checked_text(prompt, f"{where}: the prompt")
+    return [(each.name, each.turns[0]) for each in read_conversations(path)]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> LongTensor:
@@ -216,21 +188,27 @@ def describe(compared: ComparedRuns, prompt_length: int) -> str:
     return f"{verdict} {where}: logit gap {compared.gap:.2g}, bound {compared.bound:.2g}"
 
 
-def warn_if_busy(console: PlainConsole) -> None:
-    """Warn if other processes are busy: they distort ratios, as threads of one product wait for a core."""
+def warn_if_busy(console: PlainConsole) -> list[str]:
+    """Warn if other processes are busy: they distort ratios, as threads of one product wait for a core.
+
+    Returns:
+        The warning, if there is one, for the files of the results.
+    """
     before = _processor_seconds()
     time.sleep(0.5)
     after = _processor_seconds()
     if before is None or after is None:
-        return
+        return []
     total, idle = after[0] - before[0], after[1] - before[1]
     busy = 1 - idle / total if total else 0.0
-    if busy > BUSY_SHARE:
-        console.sentence(
-            f"other processes use {busy:.0%} of this machine: the numbers below are not reliable "
-            "(OMP_NUM_THREADS=1 reduces the effect)",
-            style="yellow",
-        )
+    if busy <= BUSY_SHARE:
+        return []
+    warning = (
+        f"other processes use {busy:.0%} of this machine: the numbers are not reliable "
+        "(OMP_NUM_THREADS=1 reduces the effect)"
+    )
+    console.sentence(warning, style="yellow")
+    return [warning]
 
 
 def _processor_seconds() -> tuple[float, float] | None:

@@ -2,7 +2,7 @@
 
 A contestant is one way to generate. Its tokens per second are the new tokens of all rows divided by the wall
 time of the call, prefill included. Of several calls with one prompt the median time is used; ratios compare
-medians over prompts.
+medians over prompts. :mod:`specdec_ext.evaluate.benchmark.served` measures servers in the same way.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from specdec_ext.evaluate.benchmark.contestants import (
     LOOKUP_TOKENS,
     Contestant,
     Model,
-    batches,
     endless,
+    generation_kwargs,
     hugging_face,
     key_of,
     ours,
@@ -28,13 +28,24 @@ from specdec_ext.evaluate.benchmark.contestants import (
 )
 from specdec_ext.evaluate.benchmark.report import (
     Report,
+    figure,
+    joint_notes,
     plot,
     position_table,
     repetition_note,
     same_text,
     same_texts,
+    told_differences,
 )
-from specdec_ext.evaluate.benchmark.series import Prompt, Series, interleave, unique_ngram_fraction
+from specdec_ext.evaluate.benchmark.series import (
+    Prompt,
+    Race,
+    Series,
+    interleave,
+    run_races,
+    unique_ngram_fraction,
+)
+from specdec_ext.evaluate.benchmark.workload import Workload, batches, workloads
 
 __all__ = [
     "HF",
@@ -47,12 +58,16 @@ __all__ = [
     "Prompt",
     "Report",
     "Series",
+    "Workload",
     "batches",
     "compare",
+    "compare_all",
     "endless",
+    "figure",
     "generation_kwargs",
     "hugging_face",
     "interleave",
+    "joint_notes",
     "key_of",
     "machine_line",
     "ours",
@@ -64,6 +79,7 @@ __all__ = [
     "same_text",
     "synthetic",
     "unique_ngram_fraction",
+    "workloads",
 ]
 
 HF, HF_LOOKUP, HF_ASSISTED = "HF generate", "HF prompt lookup", "HF assisted"
@@ -71,72 +87,126 @@ HF_STATIC = "HF static cache"  # on a GPU, transformers compiles the model for i
 PLAIN = "specdec none"
 
 
-def generation_kwargs(max_new_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
-    """Keywords of ``generate`` that all contestants share: greedy for temperature 0, else sampling."""
-    sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
-    return {"max_new_tokens": max_new_tokens, "do_sample": bool(temperature), **sampled, **more}
-
-
 def compare(
     model: Model,
     prompts: Sequence[Prompt],
     drafters: Mapping[str, Any],
     *,
-    assistant: Model | None = None,
-    max_new_tokens: int = 128,
     temperature: float = 0.0,
-    repeats: int = 3,
     speculation: str = "auto",
-    **settings: Any,
+    **options: Any,
 ) -> Report:
     """Compare Hugging Face's ways to generate, plain decoding through our loop, and drafters.
 
-    End-of-sequence tokens are ignored, so that every text has ``max_new_tokens`` tokens.
+    Args:
+        model, drafters: as for :func:`compare_all`.
+        prompts: from :func:`batches`, all of one batch size.
+        temperature: of sampling; 0 is greedy.
+        speculation: "auto" or "fixed", for the timed calls.
+        options: further arguments of :func:`compare_all`.
+    """
+    workload = Workload(prompts, temperature)
+    (report,) = compare_all(model, [workload], drafters, speculation=[speculation], **options)
+    return report
+
+
+def compare_all(
+    model: Model,
+    workloads: Sequence[Workload],
+    drafters: Mapping[str, Any],
+    *,
+    assistant: Model | None = None,
+    max_new_tokens: int = 128,
+    repeats: int = 3,
+    speculation: Sequence[str] = ("auto",),
+    transformers_too: bool = True,
+    **settings: Any,
+) -> list[Report]:
+    """A report for each workload, all of which are measured in turn.
+
+    Plain decoding always takes part. End-of-sequence tokens are ignored, so that every text has
+    ``max_new_tokens`` tokens.
 
     Args:
         model: the target.
-        prompts: from :func:`batches`, all of one batch size.
+        workloads: batches of prompts, and the temperature at which they are continued. If there are several,
+            they have the same rows in the same order.
         drafters: name -> value of the argument ``drafter`` of ``specdec_ext.generate``.
         assistant: a draft model for Hugging Face's assisted decoding. Assisted decoding and prompt lookup are
             left out for batches of more than one row, which transformers does not support there.
-        temperature: of sampling; 0 is greedy.
         repeats: calls per prompt, of which the median is used.
-        speculation: "auto" or "fixed", for the timed calls. Under "auto" one more call per prompt and drafter
-            drafts in every step, so that acceptance can be compared.
-        settings: further entries of the report's title.
+        speculation: "auto", "fixed" or both, for the timed calls. Under "auto" one more call per prompt and
+            drafter drafts in every step, so that acceptance can be compared.
+        transformers_too: whether Hugging Face's ways to generate take part.
+        settings: further entries of the reports' titles.
     """
-    shared = generation_kwargs(max_new_tokens, temperature)
-    contestants = {HF: hugging_face(model, shared)}
-    left_out = {}
-    helped = {HF_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
+    races, left_out = [], []
+    for workload in workloads:
+        shared = generation_kwargs(max_new_tokens, workload.temperature)
+        theirs: dict[str, Contestant] = {}
+        missing: dict[str, str] = {}
+        if transformers_too:
+            theirs, missing = _transformers(model, workload, assistant, shared)
+        contestants, fixed = _of_drafters(model, drafters, speculation, shared)
+        plain = {PLAIN: ours(model, None, shared)}
+        races.append(Race({**theirs, **plain, **contestants}, workload.prompts, fixed))
+        left_out.append(missing)
+    baseline = HF if transformers_too else PLAIN
+    with endless(model, *([assistant] if assistant is not None else [])):
+        run_races(races, repeats, streamed=True)
+        reports = []
+        for done, workload, missing in zip(races, workloads, left_out, strict=True):
+            shared = generation_kwargs(max_new_tokens, workload.temperature)
+            report = _report(model, done, shared, baseline, settings, workload.names)
+            report.left_out, report.categories = missing, workload.categories
+            report.remarks += workload.remarks
+            reports.append(report)
+        _compare_sizes(model, reports, workloads)
+    return reports
+
+
+def _compare_sizes(model: Model, reports: Sequence[Report], workloads: Sequence[Workload]) -> None:
+    """Compare greedy plain decoding in batches of each size with that of the first size."""
+    greedy = [pair for pair in zip(reports, workloads, strict=True) if not pair[1].temperature]
+    for report, workload in greedy[1:]:
+        first, _ = greedy[0]
+        sizes = f"batches of {report.settings['batch']} as of {first.settings['batch']}"
+        compared = report.series[PLAIN].compared_to(first.series[PLAIN], model)
+        report.remarks.append(f"same text of {PLAIN} in {sizes}: {same_text(compared)}")
+        report.differences += told_differences(f"{PLAIN} in {sizes}", compared, workload.names)
+
+
+def _of_drafters(
+    model: Model,
+    drafters: Mapping[str, Any],
+    speculation: Sequence[str],
+    shared: dict[str, Any],
+) -> tuple[dict[str, Contestant], dict[str, Contestant]]:
+    """The drafters under each policy, and variants of those that do not draft in every step that do."""
+    contestants, fixed = {}, {}
+    for name, drafter in drafters.items():
+        for policy in speculation if drafter is not None else ():
+            full = f"specdec {name}" + (f", {policy}" if len(speculation) > 1 else "")
+            contestants[full] = ours(model, drafter, shared, speculation=policy)
+            if policy != "fixed":
+                fixed[full] = ours(model, drafter, shared, speculation="fixed")
+    return contestants, fixed
+
+
+def _transformers(
+    model: Model, workload: Workload, assistant: Model | None, shared: dict[str, Any]
+) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Hugging Face's ways to generate, and those that can't take part with the reason."""
+    contestants, left_out = {HF: hugging_face(model, shared)}, {}
+    helped: dict[str, dict[str, Any]] = {HF_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
     if assistant is not None:
         helped[HF_ASSISTED] = {"assistant_model": assistant}
     for name, keywords in helped.items():
-        if len(prompts[0]["input_ids"]) == 1:
+        if len(workload.prompts[0]["input_ids"]) == 1:
             contestants[name] = hugging_face(model, shared, **keywords)
         else:
             left_out[name] = "transformers supports it for batch size 1 only"
-    contestants[PLAIN] = ours(model, None, shared)
-    for name, drafter in drafters.items():
-        contestants[f"specdec {name}"] = ours(model, drafter, shared, speculation=speculation)
-    fixed = {
-        f"specdec {name}": ours(model, drafter, shared, speculation="fixed")
-        for name, drafter in drafters.items()
-        if drafter is not None and speculation != "fixed"
-    }
-    with endless(model, *([assistant] if assistant is not None else [])):
-        report = race(
-            model,
-            contestants,
-            prompts,
-            shared,
-            repeats,
-            settings=settings,
-            streamed=True,
-            fixed=fixed,
-        )
-    report.left_out = left_out
-    return report
+    return contestants, left_out
 
 
 def race(
@@ -158,16 +228,33 @@ def race(
         settings: further entries of the report's title.
         streamed, fixed: as for :func:`interleave`.
     """
-    series = interleave(contestants, prompts, repeats, streamed, fixed)
+    one = Race(contestants, prompts, fixed or {})
+    run_races([one], repeats, streamed)
+    return _report(model, one, shared, baseline, settings or {})
+
+
+def _report(
+    model: Model,
+    one: Race,
+    shared: Mapping[str, Any],
+    baseline: str,
+    settings: Mapping[str, Any],
+    names: Sequence[str] = (),
+) -> Report:
+    """The report of a race that was run."""
+    series = one.results
     plain = PLAIN if PLAIN in series else None
-    batch = len(prompts[0]["input_ids"])
+    same, differences = same_texts(series, baseline, plain, model, shared["do_sample"], names)
+    batch = len(one.prompts[0]["input_ids"])
     return Report(
         machine=machine_line(model),
-        settings={"batch": batch, "prompts": len(prompts), **shared, **(settings or {})},
+        settings={"batch": batch, "prompts": len(one.prompts), **shared, **settings},
         series=series,
         baseline=baseline,
         plain=plain,
-        same_text=same_texts(series, baseline, plain, model, shared["do_sample"]),
+        same_text=same,
+        expected=plain if shared["do_sample"] and plain else baseline,
+        differences=differences,
     )
 
 

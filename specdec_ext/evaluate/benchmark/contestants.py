@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from specdec_ext.delegation import class_generate
 from specdec_ext.drafters.base import Drafter
@@ -23,6 +22,12 @@ Contestant = Callable[..., Any]
 
 LOOKUP_TOKENS = 10  # as in the example of transformers' documentation of prompt_lookup_num_tokens
 SEED = 0
+
+
+def generation_kwargs(max_new_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
+    """Keywords of ``generate`` that all contestants share: greedy for temperature 0, else sampling."""
+    sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
+    return {"max_new_tokens": max_new_tokens, "do_sample": bool(temperature), **sampled, **more}
 
 
 def hugging_face(model: Model, shared: Mapping[str, Any], **keywords: Any) -> Contestant:
@@ -108,28 +113,3 @@ def endless(*models: Model) -> Iterator[None]:
     finally:
         for model, end in zip(models, ends, strict=True):
             model.generation_config.eos_token_id = end
-
-
-def batches(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    batch: int,
-    device: str | torch.device = "cpu",
-) -> list[Prompt]:
-    """Prompts of ``batch`` texts each, padded on the left; texts that do not fill a batch are left out.
-
-    Raises:
-        ValueError: if there are fewer than ``batch`` texts.
-    """
-    if len(texts) < batch:
-        raise ValueError(f"a batch of {batch} needs {batch} prompts, got {len(texts)}")
-    if batch > 1:
-        tokenizer.padding_side = "left"
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-    return [
-        dict(
-            tokenizer(list(texts[i : i + batch]), return_tensors="pt", padding=batch > 1).to(device)
-        )
-        for i in range(0, len(texts) - batch + 1, batch)
-    ]

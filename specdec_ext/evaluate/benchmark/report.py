@@ -1,7 +1,8 @@
-"""``Report``: the results of a comparison as tables, as JSON and as a bar chart."""
+"""``Report``: the results of a comparison as tables, as a record for JSON and as a bar chart."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +12,15 @@ import numpy as np
 
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import tracked
+from specdec_ext.display.text import counted, printable
 from specdec_ext.evaluate.benchmark import latency
 from specdec_ext.evaluate.benchmark.series import Series
 from specdec_ext.evaluate.compare import ComparedRuns
 from specdec_ext.evaluate.speedup import bootstrap
+from specdec_ext.preflight.extras import require
 
 BAR_WIDTH = 20
+MOST_DIFFERENCES = 5  # that are shown; files have all
 MIB = 1 << 20
 
 
@@ -30,8 +34,12 @@ class Report(Summarised):
         series: results by contestant.
         baseline, plain: names of the contestants that ratios are relative to; ``plain`` decodes one token at
             a time through our loop.
-        same_text: for each contestant, how many of its texts equal the baseline's, in words.
+        same_text: for each contestant, how many of its texts equal the expected ones, in words.
+        expected: the contestant that has the expected texts.
+        differences: a sentence for each text that differs.
         left_out: contestant that could not take part -> reason.
+        categories: the category of each prompt; () if none has one.
+        remarks: what else must be known about the run.
     """
 
     machine: str
@@ -40,11 +48,24 @@ class Report(Summarised):
     baseline: str
     plain: str | None = None
     same_text: dict[str, str] = field(default_factory=dict)
+    expected: str = ""
+    differences: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    categories: Sequence[str] = ()
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def reference(self) -> str:
+        """The contestant that ratios of the overview are relative to: plain decoding, if it takes part."""
+        return self.plain or self.baseline
 
     @property
     def title(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        parts = (
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.settings.items()
+        )
+        return ", ".join(parts)
 
     @property
     def unique_4grams(self) -> float:
@@ -65,7 +86,7 @@ class Report(Summarised):
         yield self.machine
         yield (
             "A ratio compares medians over prompts; the interval says how far it depends on the prompts. "
-            "Speculation pays where more tokens are emitted per step than break-even."
+            "`details()` has tables of everything else that was measured."
         )
         yield from self.notes()
 
@@ -81,18 +102,60 @@ class Report(Summarised):
             "baseline": self.baseline,
             "unique_4gram_fraction": self.unique_4grams,
             "left_out": self.left_out,
+            "differences": self.differences,
+            "remarks": self.remarks,
             "rows": self.rows(),
+            "categories": self.by_category(),
         }
 
     def tables(self) -> list[Table]:
-        """Tables of speed (95 % intervals over prompts), drafts, and latency if measured; 80 columns wide."""
+        """The overview in one table: speed with its interval over prompts, acceptance, latency."""
+        rows = []
+        for series in self.series.values():
+            row, ratio = self._row(series), series.speedup(self.series[self.reference])
+            rows.append(
+                (
+                    series.name,
+                    f"{row['tokens_per_second']:.1f}",
+                    f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]",
+                    _number(row["fixed_acceptance_length"] or row["mean_acceptance_length"]),
+                    *(
+                        _milliseconds(row["milliseconds"].get(metric, {}).get(share))
+                        for metric, share in (("ttft", "p50"), ("tpot", "p50"), ("itl", "p99"))
+                    ),
+                    "" if not row["failed"] else str(row["failed"]),
+                )
+            )
+        headings = ("", "tokens/s", "ratio [95 %]", "accepted", "TTFT", "TPOT", "ITL p99", "failed")
+        title = (
+            f"{self.title}; ratio to {self.reference}; times in ms, of TTFT and TPOT the medians"
+        )
+        return [_table(rows, headings, title)]
+
+    def details(self) -> list[Table]:
+        """Tables of everything else that was measured; 80 columns wide."""
+        return [
+            *self._speeds(),
+            *self._latencies(),
+            *self._by_category(),
+            *(
+                position_table(each)
+                for each in self.series.values()
+                if each.total_per_position("accepted_per_position")
+            ),
+        ]
+
+    def _speeds(self) -> list[Table]:
         rows = self.rows()
+        ratio = f"to {self.baseline} [95 %]" if self.baseline != self.reference else ""
         speed = [
             (
                 row["name"],
-                f"{row['tokens_per_second']:.1f}",
-                f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]",
-                _number(row["ratio_to_plain"], "x"),
+                _number(row["prompt_tokens_per_second"], digits=1),
+                _number(row["generated_per_second"], digits=1),
+                _number(row.get("throughput"), digits=1),
+                ratio
+                and f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]",
                 "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:.0f}",
             )
             for row in rows
@@ -101,40 +164,96 @@ class Report(Summarised):
             (
                 row["name"],
                 row["policy"],
-                _number(row["fixed_acceptance_length"] or row["mean_acceptance_length"]),
                 _number(row["emitted_per_step"]),
                 _number(row["break_even"]),
                 row["same_text"],
             )
             for row in rows
         ]
-        arrivals = [
-            (row["name"], *(f"{value:.2f}" for value in row["milliseconds"].values()))
-            for row in rows
-            if row["milliseconds"]
-        ]
         headings = {
-            "speed": ("", "tokens/s", "ratio [95 %]", "to plain", "peak MiB"),
-            "drafts": ("", "policy", "accepted", "emitted", "break-even", "same text"),
-            "arrivals": ("milliseconds", "to first", "per token", "gap p50", "p90", "p99"),
+            "speed": ("", "prompt", "generation", "throughput", ratio, "peak MiB"),
+            "drafts": ("", "policy", "emitted", "break-even", "same text"),
         }
-        tables = [Table(speed, headings["speed"], self.title), Table(drafts, headings["drafts"])]
-        return [*tables, *([Table(arrivals, headings["arrivals"])] if arrivals else [])]
+        return [
+            _table(speed, headings["speed"], "tokens/s of prompt and generation apart"),
+            _table(drafts, headings["drafts"]),
+        ]
+
+    def _latencies(self) -> list[Table]:
+        rows = []
+        for row in self.rows():
+            name = row["name"]
+            for metric, shares in row["milliseconds"].items():
+                cells = (f"{value:.2f}" for value in shares.values())
+                rows.append((name, latency.METRICS[metric], *cells))
+                name = ""
+        shares = [f"p{share}" for share in latency.PERCENTILES]
+        return [Table(rows, ("", "milliseconds", *shares), "latency")] if rows else []
+
+    def _by_category(self) -> list[Table]:
+        rows = [
+            (
+                row["category"] if number == 0 else "",
+                str(row["prompts"]) if number == 0 else "",
+                name,
+                f"{each['tokens_per_second']:.1f}",
+                f"{each['ratio']:.2f}x",
+                _number(each["acceptance_length"]),
+            )
+            for row in self.by_category()
+            for number, (name, each) in enumerate(row["contestants"].items())
+        ]
+        headings = ("category", "prompts", "", "tokens/s", "ratio", "accepted")
+        title = f"by category, ratio to {self.reference}"
+        return [Table(rows, headings, title)] if rows else []
+
+    def by_category(self) -> list[dict[str, Any]]:
+        """One record per category, for JSON; empty if there are no categories."""
+        records = []
+        for category in dict.fromkeys(self.categories):
+            places = [place for place, each in enumerate(self.categories) if each == category]
+            series = {name: each.only(places) for name, each in self.series.items()}
+            contestants = {
+                name: {
+                    "tokens_per_second": each.median_tokens_per_second,
+                    "ratio": each.speedup(series[self.reference]).value,
+                    "acceptance_length": each.fixed_acceptance_length
+                    or each.mean_acceptance_length,
+                }
+                for name, each in series.items()
+            }
+            records.append(
+                {"category": category, "prompts": len(places), "contestants": contestants}
+            )
+        return records
 
     def notes(self) -> list[str]:
-        """Explanations of the tables, and the contestants that were left out."""
-        columns = (
-            "policy: how the timed calls decided what to draft. accepted: mean acceptance length, bonus "
-            'token included, measured with drafts in every step ("fixed"): under "auto" each drafter drafts '
-            "in different steps, so their lengths can't be compared. emitted: tokens per step of the timed "
-            "calls. gap: time between two arrivals of tokens in a stream"
-        )
-        left_out = (f"{name}: left out, {why}" for name, why in self.left_out.items())
-        return [
-            repetition_note(self.series[self.baseline]),
-            *([columns] if any(row["policy"] for row in self.rows()) else []),
-            *left_out,
-        ]
+        """Texts that differ, failures, contestants that were left out, and explanations of the tables."""
+        notes = [f"{name}: left out, {why}" for name, why in self.left_out.items()]
+        for name, series in self.series.items():
+            for why, times in Counter(series.failures).most_common():
+                notes.append(f"{name}: {counted(times, 'request')} failed, {why}")
+        shown = self.differences[:MOST_DIFFERENCES]
+        if more := len(self.differences) - len(shown):
+            shown.append(f"and {counted(more, 'further text')}; a JSON file has all of them")
+        if found := set(self.same_text.values()):
+            told = f"{next(iter(found))} for every contestant"
+            if len(found) > 1:
+                told = ", ".join(f"{name} {same}" for name, same in self.same_text.items())
+            notes.append(f"same text as {self.expected}: {told}")
+        notes += [*shown, *self.remarks, repetition_note(self.series[self.reference])]
+        if any(series.latencies for series in self.series.values()):
+            notes.append(
+                "TTFT: time to the first token. TPOT: time per further token, the mean of a request. ITL: "
+                "the time before a chunk divided among its tokens. Chunk gap: time between two arrivals"
+            )
+        if any(row["policy"] for row in self.rows()):
+            notes.append(
+                "accepted: mean acceptance length, bonus token included, with drafts in every step "
+                '("fixed"): under "auto" each drafter drafts in different steps, so their lengths can\'t be '
+                "compared. emitted: tokens per step of the timed calls"
+            )
+        return notes
 
     def _row(self, series: Series) -> dict[str, Any]:
         baseline = self.series[self.baseline]
@@ -158,8 +277,28 @@ class Report(Summarised):
             "milliseconds": latency.summary(series.latencies),
             "peak_bytes": series.peak,
             "same_text": self.same_text.get(series.name, ""),
+            "prompt_tokens_per_second": series.prompt_tokens_per_second,
+            "generated_per_second": series.generated_per_second,
+            "failed": len(series.failures),
+            "failures": dict(Counter(series.failures)),
             "tokens_per_second_by_prompt": rates,
+            "first_token_seconds_by_request": [each.first for each in series.latencies],
+            "seconds_per_token_by_request": [each.per_token for each in series.latencies],
+            **series.more(),
         }
+
+
+def joint_notes(reports: Sequence[Report]) -> list[str]:
+    """The notes of several reports, each once; those of some reports only begin with their titles."""
+    notes = [report.notes() for report in reports]
+    common = [note for note in notes[0] if all(note in each for each in notes)]
+    own = [
+        f"{report.title}: {note}"
+        for report, each in zip(reports, notes, strict=True)
+        for note in each
+        if note not in common
+    ]
+    return [*own, *common]
 
 
 def repetition_note(series: Series) -> str:
@@ -175,27 +314,46 @@ def position_table(series: Series) -> Table:
     proposed = series.total_per_position("proposed_per_position")
     accepted = series.total_per_position("accepted_per_position")
     drafts = series.total("drafts")
+    title = f"acceptance by position in the draft, {series.name}"
+    if not proposed:  # a server tells how many were accepted only
+        told = [
+            (str(position), str(kept), f"{kept / drafts:4.0%} {_bar(kept / drafts)}")
+            for position, kept in enumerate(accepted, start=1)
+        ]
+        return Table(told, ("position", "accepted", "of all drafts"), title)
     rows = [
         (
             str(position),
             str(tried),
             str(kept),
             f"{kept / drafts:.0%}",
-            f"{kept / tried:4.0%} {'█' * round(BAR_WIDTH * kept / tried)}",
+            f"{kept / tried:4.0%} {_bar(kept / tried)}",
         )
         for position, (tried, kept) in enumerate(zip(proposed, accepted, strict=True), start=1)
     ]
     headings = "position", "drafted", "accepted", "of all drafts", "of those drafted"
-    return Table(rows, headings, f"acceptance by position in the draft, {series.name}")
+    return Table(rows, headings, title)
+
+
+def _bar(share: float) -> str:
+    return "█" * round(BAR_WIDTH * share)
 
 
 def plot(reports: Sequence[Report], path: Path) -> None:
-    """Plot tokens per second as bars, one panel per report; whiskers are the intervals of the ratios."""
-    from matplotlib.figure import Figure
+    """Draw :func:`figure` to a file."""
+    figure(reports).savefig(path, dpi=120)
 
+
+def figure(reports: Sequence[Report]) -> Any:
+    """Tokens per second as bars, one panel per report; whiskers are the intervals of the ratios.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    figures = require("matplotlib.figure", "a plot")
     sizes = [len(report.series) for report in reports]
-    figure = Figure(figsize=(9, 0.42 * sum(sizes) + 0.9 * len(reports) + 0.4))
-    panels = figure.subplots(len(reports), height_ratios=sizes, squeeze=False)
+    made = figures.Figure(figsize=(9, 0.42 * sum(sizes) + 0.9 * len(reports) + 0.4))
+    panels = made.subplots(len(reports), height_ratios=sizes, squeeze=False)
     for axes, report in zip(panels[:, 0], reports, strict=True):
         rows = report.rows()
         base = report.series[report.baseline].median_tokens_per_second
@@ -205,7 +363,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
             for end in (0, 1)
         )
         bars = axes.barh(
-            [row["name"] for row in rows],
+            [_drawn(row["name"]) for row in rows],
             rates,
             xerr=[low, high],
             error_kw={"elinewidth": 0.8, "ecolor": "#5f6368"},
@@ -217,13 +375,18 @@ def plot(reports: Sequence[Report], path: Path) -> None:
         axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], padding=3, fontsize=8)
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        axes.set_title(report.title, fontsize=7, loc="left")
+        axes.set_title(_drawn(report.title), fontsize=7, loc="left")
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1, 0].set_xlabel("tokens per second, median over prompts", fontsize=8)
-    figure.suptitle(reports[0].machine, fontsize=6, x=0.01, ha="left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    made.suptitle(_drawn(reports[0].machine), fontsize=6, x=0.01, ha="left")
+    made.tight_layout()
+    return made
+
+
+def _drawn(text: str) -> str:
+    """Text that matplotlib draws as it is, without formulas."""
+    return printable(text).replace("$", r"\$")
 
 
 def same_text(compared: Sequence[ComparedRuns]) -> str:
@@ -237,30 +400,74 @@ def same_text(compared: Sequence[ComparedRuns]) -> str:
 
 
 def same_texts(
-    series: Mapping[str, Series], baseline: str, plain: str | None, model: Any, sampled: bool
-) -> dict[str, str]:
-    """For each contestant, how many of its texts are equal to the expected ones.
+    series: Mapping[str, Series],
+    baseline: str,
+    plain: str | None,
+    model: Any,
+    sampled: bool,
+    names: Sequence[str] = (),
+) -> tuple[dict[str, str], list[str]]:
+    """For each contestant, how many of its texts are equal to the expected ones, and the differences.
 
     Greedy texts are compared with the baseline's. Sampled texts of our contestants are compared with those of
     plain decoding: transformers samples different texts from the same distribution.
+
+    Args:
+        names: as for :func:`told_differences`.
     """
+    found: dict[str, str] = {}
+    differences: list[str] = []
     if not sampled:
         others = {name: each for name, each in series.items() if name != baseline}
-        compared = {}
         with tracked("comparing the texts", len(others), "contestant") as work:
             for name, each in others.items():
-                compared[name] = same_text(each.compared_to(series[baseline], model))
+                compared = each.compared_to(series[baseline], model)
+                found[name] = same_text(compared)
+                differences += told_differences(name, compared, names)
                 work.advance()
-        return compared
-    if plain is None:
-        return {}
-    equal = {
-        name: each.equals(series[plain])
-        for name, each in series.items()
-        if each.speculation_stats and name != plain
-    }
-    return {name: f"{sum(each)}/{len(each)} of {plain}" for name, each in equal.items()}
+    elif plain is not None:
+        for name, each in series.items():
+            if each.speculation_stats and name != plain:
+                equal = each.equals(series[plain])
+                found[name] = f"{sum(equal)}/{len(equal)}"
+                differences += [
+                    f"{name}, call {call}: the sampled text differs from that of {plain}"
+                    for call, is_equal in enumerate(equal, 1)
+                    if not is_equal
+                ]
+    return found, differences
 
 
-def _number(value: float | None, unit: str = "") -> str:
-    return "" if value is None else f"{value:.2f}{unit}"
+def told_differences(
+    contestant: str, compared: Sequence[ComparedRuns], names: Sequence[str]
+) -> list[str]:
+    """A sentence for each text that differs.
+
+    Args:
+        compared: the verdicts on the rows of all prompts.
+        names: of these rows; () for their numbers.
+    """
+    return [
+        f"{contestant}, prompt {names[row] if names else row}: {verdict.summary()}"
+        for row, verdict in enumerate(compared)
+        if not verdict.equal
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]], headings: Sequence[str], title: str = "") -> Table:
+    """A table without the columns in which all cells are empty."""
+    kept = [place for place in range(len(headings)) if any(row[place] for row in rows)]
+    return Table(
+        [[row[place] for place in kept] for row in rows],
+        [headings[place] for place in kept],
+        title,
+    )
+
+
+def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _milliseconds(value: float | None) -> str:
+    """Milliseconds in few characters: three digits, all before the point if there are more."""
+    return "" if value is None else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"

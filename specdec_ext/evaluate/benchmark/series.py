@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count, zip_longest
 from typing import Any
@@ -42,6 +42,7 @@ class Series(Summarised):
         latencies: of an additional streamed call; empty if streaming was not measured.
         fixed: counters of an additional call that drafted in every step, if there was one. Drafters are
             compared by these, because under "auto" each one drafts in different steps.
+        failures: why calls failed, one message per failed call.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Series(Summarised):
     speculation_stats: list[SpeculationStats] = field(default_factory=list)
     latencies: list[Latency] = field(default_factory=list)
     fixed: list[SpeculationStats] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         if not self.seconds:
@@ -79,8 +81,32 @@ class Series(Summarised):
         return statistics.median(self.tokens_per_second)
 
     @property
+    def prompt_tokens_per_second(self) -> float | None:
+        """Tokens of the prompts over the time to the first token, the median over calls; None if unknown."""
+        rates = [each.prompt_tokens / each.first for each in self.latencies if each.prompt_tokens]
+        return _median(rates)
+
+    @property
+    def generated_per_second(self) -> float | None:
+        """New tokens over the time after the first token, over all rows, the median over prompts."""
+        return _median([each.rows / each.per_token for each in self.latencies if each.per_token])
+
+    @property
     def peak(self) -> int | None:
         return max(self.peaks, default=None)
+
+    def only(self, places: Sequence[int]) -> Series:
+        """The results of some of the prompts, without lists that are not by prompt."""
+        lists = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if isinstance(getattr(self, each.name), list)
+        }
+        kept: dict[str, Any] = {
+            name: [values[place] for place in places] if len(values) == len(self.seconds) else []
+            for name, values in lists.items()
+        }
+        return replace(self, **kept)
 
     def speedup(self, baseline: Series) -> Speedup:
         """Ratio of the two medians of tokens per second, with its interval over prompts."""
@@ -155,6 +181,10 @@ class Series(Summarised):
             ]
         )
 
+    def more(self) -> dict[str, Any]:
+        """Further entries of the contestant's record."""
+        return {}
+
     def equals(self, other: Series) -> list[bool]:
         """Whether the texts of each call are the same in both."""
         return [
@@ -162,14 +192,84 @@ class Series(Summarised):
         ]
 
     def compared_to(self, baseline: Series, model: PreTrainedModel) -> list[ComparedRuns]:
-        """Compare each row's greedy text with the baseline's; prompts are padded on the left."""
-        verdicts = []
-        for expected, texts, masks in zip(baseline.texts, self.texts, self.masks, strict=True):
-            for first, second, mask in zip(expected, texts, masks, strict=True):
+        """Compare each row's greedy text with the baseline's, in order.
+
+        The two may have been measured in batches of different sizes, of the same rows in the same order; of
+        more rows than the other has, the first ones are compared.
+        """
+        return [
+            compare_runs(model, expected, text, length)
+            for (expected, length), (text, _) in zip(baseline.rows(), self.rows(), strict=False)
+        ]
+
+    def rows(self) -> list[tuple[Tensor, int]]:
+        """The ids of each row without padding, which is on the left, and the length of its prompt."""
+        found = []
+        for texts, masks in zip(self.texts, self.masks, strict=True):
+            for text, mask in zip(texts, masks, strict=True):
                 length = int(mask.sum())
-                begin = len(mask) - length
-                verdicts.append(compare_runs(model, first[begin:], second[begin:], length))
-        return verdicts
+                found.append((text[len(mask) - length :], length))
+        return found
+
+
+@dataclass
+class Race:
+    """Contestants and the prompts that each of them continues.
+
+    Attributes:
+        contestants: name -> function of a prompt that returns ids or an HF output.
+        prompts: every contestant is called with each of them.
+        fixed: by name, variants of contestants that draft in every step; called once per prompt for their
+            counters.
+        results: by name.
+    """
+
+    contestants: Mapping[str, Callable[..., Any]]
+    prompts: Sequence[Prompt]
+    fixed: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    results: dict[str, Series] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.results = {name: Series(name) for name in self.contestants}
+
+    def calls(self, repeats: int, streamed: bool) -> int:
+        """Number of calls, warm-up not counted."""
+        return len(self.prompts) * (len(self.contestants) * (repeats + streamed) + len(self.fixed))
+
+    def warm_up(self) -> None:
+        """Call each contestant once."""
+        for run in self.contestants.values():
+            run(self.prompts[0])
+
+    def turn(
+        self, number: int, repeats: int, streamed: bool, announce: Callable[[str], None]
+    ) -> None:
+        """Let all contestants continue prompt ``number``.
+
+        The order rotates with the number, so that every contestant runs equally often in every place.
+        """
+        prompt = self.prompts[number]
+        ids = prompt["input_ids"]
+        mask = prompt.get("attention_mask", torch.ones_like(ids)).cpu()
+        outputs, times, peaks = _timed(self.contestants, prompt, repeats, number, announce)
+        for name, output in outputs.items():
+            series = self.results[name]
+            text = output if isinstance(output, Tensor) else output.sequences
+            series.seconds.append(statistics.median(times[name]))
+            series.masks.append(mask)
+            series.new_tokens.append(text.shape[0] * (text.shape[1] - ids.shape[1]))
+            series.texts.append(text)
+            series.peaks += peaks[name]
+            if (stats := getattr(output, "speculation_stats", None)) is not None:
+                series.speculation_stats.append(stats)
+        for name in outputs if streamed else ():
+            announce(f"{name}, streamed")
+            arrivals = Arrivals(int(mask.sum()))
+            self.contestants[name](prompt, streamer=arrivals)
+            self.results[name].latencies.append(arrivals.latency())
+        for name, run in self.fixed.items():
+            announce(f"{name}, acceptance")
+            self.results[name].fixed.append(run(prompt).speculation_stats)
 
 
 def interleave(
@@ -182,48 +282,34 @@ def interleave(
     """Run every contestant on every prompt in turn, after one warm-up call of each contestant.
 
     Args:
-        contestants: name -> function of a prompt that returns ids or an HF output.
-        prompts: every contestant is called with each of them.
+        contestants, prompts, fixed: see :class:`Race`.
+        repeats, streamed: as for :func:`run_races`.
+    """
+    race = Race(contestants, prompts, fixed or {})
+    run_races([race], repeats, streamed)
+    return race.results
+
+
+def run_races(races: Sequence[Race], repeats: int = 1, streamed: bool = False) -> None:
+    """Run all races at once: each one's next prompt in turn, after a warm-up call of every contestant.
+
+    Args:
         repeats: calls per prompt, of which the median time is used.
         streamed: also call each contestant once per prompt with a streamer that records when tokens arrive;
             contestants must then take ``streamer=``.
-        fixed: by name, variants of contestants that draft in every step; called once per prompt for their
-            counters.
     """
-    fixed = fixed or {}
-    results = {name: Series(name) for name in contestants}
-    total = len(prompts) * (len(contestants) * (repeats + streamed) + len(fixed))
     numbers = count()
-    with tracked("measuring", total, "call") as work:
+    with tracked("measuring", sum(race.calls(repeats, streamed) for race in races), "call") as work:
 
         def announce(name: str) -> None:
             work.update(next(numbers), name)
 
-        for run in contestants.values():
-            run(prompts[0])
-        for turn, prompt in enumerate(prompts):
-            # The order rotates, so that every contestant runs equally often in every place.
-            outputs, times, peaks = _timed(contestants, prompt, repeats, turn, announce)
-            for name, output in outputs.items():
-                series = results[name]
-                text = output if isinstance(output, Tensor) else output.sequences
-                series.seconds.append(statistics.median(times[name]))
-                ids = prompt["input_ids"]
-                series.masks.append(prompt.get("attention_mask", torch.ones_like(ids)).cpu())
-                series.new_tokens.append(text.shape[0] * (text.shape[1] - ids.shape[1]))
-                series.texts.append(text)
-                series.peaks += peaks[name]
-                if (stats := getattr(output, "speculation_stats", None)) is not None:
-                    series.speculation_stats.append(stats)
-            for name in outputs if streamed else ():
-                announce(f"{name}, streamed")
-                arrivals = Arrivals()
-                contestants[name](prompt, streamer=arrivals)
-                results[name].latencies.append(arrivals.latency())
-            for name, run in fixed.items():
-                announce(f"{name}, acceptance")
-                results[name].fixed.append(run(prompt).speculation_stats)
-    return results
+        for race in races:
+            race.warm_up()
+        for number in range(max(len(race.prompts) for race in races)):
+            for race in races:
+                if number < len(race.prompts):
+                    race.turn(number, repeats, streamed, announce)
 
 
 def _timed(
@@ -255,7 +341,7 @@ def _timed(
     return outputs, take_turns(calls, repeats, measure, first=first), peaks
 
 
-def unique_ngram_fraction(texts: Sequence[Sequence[int]], n: int = 4) -> float:
+def unique_ngram_fraction(texts: Sequence[Sequence[Hashable]], n: int = 4) -> float:
     """Share of distinct n-grams among all, mean over texts; near 0 for text that repeats itself."""
     fractions = []
     for text in texts:
@@ -263,3 +349,7 @@ def unique_ngram_fraction(texts: Sequence[Sequence[int]], n: int = 4) -> float:
         if grams:
             fractions.append(len(set(grams)) / len(grams))
     return statistics.fmean(fractions) if fractions else 1.0
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from specdec_ext.heads.checkpoints.load import is_draft
 from specdec_ext.heads.checkpoints.storage.hub import on_disk
 from specdec_ext.models.compat import sharing_all_keys
+from specdec_ext.models.quantised.saved import METHOD  # noqa: F401  # transformers knows it now
 
 
 def load_language_model(

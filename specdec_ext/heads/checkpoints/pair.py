@@ -103,11 +103,17 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
         None if the weights are not present as plain float32 or bfloat16 (offloaded, quantised, sharded, or
         float16, which rounds differently).
     """
-    parameters = [parameter for parameter in unwrapped(model).parameters() if parameter.numel()]
+    model = unwrapped(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.numel()]
     readable = (torch.float32, torch.bfloat16)
-    if not parameters or not all(
-        type(each) in (Tensor, nn.Parameter) and each.dtype in readable and not each.is_meta
-        for each in parameters
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    if (
+        quantised
+        or not parameters
+        or not all(
+            type(each) in (Tensor, nn.Parameter) and each.dtype in readable and not each.is_meta
+            for each in parameters
+        )
     ):
         return None
     shares = []

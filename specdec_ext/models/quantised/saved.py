@@ -34,7 +34,7 @@ class QuantisedConfig(QuantizationConfigMixin):
     Attributes:
         layouts: dicts with the names of ``layers`` that have the same number of ``bits``, the same
             ``group_size`` (None for whole rows) and ``scales``: "float32", "bfloat16", or "offsets" for pairs
-            of float32 numbers.
+            of float32 numbers; and with ``levels`` that their codes stand for, or not.
         version: version of the format.
     """
 
@@ -54,11 +54,12 @@ class QuantisedConfig(QuantizationConfigMixin):
                     if weight.scales.ndim == 3
                     else str(weight.scales.dtype).removeprefix("torch.")
                 )
-                layouts.setdefault((weight.bits, size, kind), []).append(name)
+                layout = (weight.bits, size, kind, weight.levels is not None)
+                layouts.setdefault(layout, []).append(name)
         return cls(
             layouts=[
-                {"bits": bits, "group_size": size, "scales": kind, "layers": names}
-                for (bits, size, kind), names in layouts.items()
+                dict(bits=bits, group_size=size, scales=kind, levels=levels, layers=names)
+                for (bits, size, kind, levels), names in layouts.items()
             ]
         )
 
@@ -79,12 +80,13 @@ class QuantisedConfig(QuantizationConfigMixin):
                 layout.get("bits") in (8, 4)
                 and (size is None or (isinstance(size, int) and size > 0))
                 and layout.get("scales") in _SCALES
+                and layout.get("levels") in (False, layout.get("bits") == 4)
                 and isinstance(layout.get("layers"), list)
             )
             if not known:
                 raise ValueError(
                     f"{where}.layouts has {layout}; expected bits 8 or 4, a group_size, scales "
-                    f"{', '.join(_SCALES)}, and layers"
+                    f"{', '.join(_SCALES)}, levels false or, for 4 bits, true, and layers"
                 )
 
 
@@ -113,7 +115,7 @@ def mark_as_quantised(model: PreTrainedModel) -> None:
     """Make ``save_pretrained`` record which layers have codes."""
     config = QuantisedConfig.of(model)
     model.config.quantization_config = config
-    vars(model)["hf_quantizer"] = Quantiser(config)
+    vars(model).update(hf_quantizer=Quantiser(config), quantization_method=METHOD)
 
 
 def replace(model: PreTrainedModel, module: nn.Module, by: nn.Module) -> None:
@@ -158,4 +160,5 @@ def _empty(module: Any, layout: dict[str, Any]) -> QuantisedLinear:
         outs, width, dtype=torch.int8 if layout["bits"] == 8 else torch.uint8, device=device
     )
     scales = torch.empty(outs, groups, *pair, dtype=dtype, device=device)
-    return QuantisedLinear(QuantisedWeight(codes, scales, ins), module.bias)
+    levels = torch.empty(16, dtype=torch.float32, device=device) if layout["levels"] else None
+    return QuantisedLinear(QuantisedWeight(codes, scales, ins, levels), module.bias)

@@ -19,7 +19,17 @@ from specdec_ext.models.quantised.sources import (
 )
 from specdec_ext.ops.quantise import QuantisedWeight
 
+_LIBRARIES = {"bitsandbytes", "gptqmodel", "torchao"}  # whose classes make modules or tensors
 _READERS = (torchao.read, compressed_tensors.read, gptqmodel.read, bitsandbytes.read)
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether a library of this folder has quantised a module."""
+    made = (type(module), *map(type, module._parameters.values()))
+    return (
+        any(each.__module__.partition(".")[0] in _LIBRARIES for each in made)
+        or getattr(module, "quantization_scheme", None) is not None
+    )
 
 
 def weight_of(module: nn.Module) -> Tensor | QuantisedWeight | None:
@@ -41,4 +51,5 @@ def weight_of(module: nn.Module) -> Tensor | QuantisedWeight | None:
         if source is not None:
             return kept(module, source.tensors, source.weight)
     weight = module._parameters.get("weight")
-    return weight if type(module) is nn.Linear and type(weight) is nn.Parameter else None
+    plain = type(module) is nn.Linear and type(weight) is nn.Parameter and not is_foreign(module)
+    return weight if plain else None

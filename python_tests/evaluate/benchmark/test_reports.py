@@ -20,8 +20,10 @@ from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import (
     Report,
     Series,
+    Workload,
     batches,
     compare,
+    compare_all,
     endless,
     generation_kwargs,
     interleave,
@@ -31,7 +33,7 @@ from specdec_ext.evaluate.benchmark import (
     synthetic,
     unique_ngram_fraction,
 )
-from specdec_ext.evaluate.benchmark.latency import Arrivals, Latency, summary
+from specdec_ext.evaluate.benchmark.latency import Latency
 from specdec_ext.evaluate.benchmark.memory import peak_bytes, reset_peak
 
 
@@ -183,10 +185,36 @@ def test_a_comparison_of_padded_batches(temperature):
     assert set(report.left_out) == {"HF prompt lookup", "HF assisted"}
     expected = {"specdec none": "4/4", "specdec ngram": "4/4"}
     if temperature:
-        expected = {"specdec ngram": "2/2 of specdec none"}
+        expected = {"specdec ngram": "2/2"}
     assert report.same_text == expected
+    assert report.expected == ("specdec none" if temperature else "HF generate")
     assert report.settings["batch"] == 2 and report.settings["do_sample"] == (temperature > 0)
     assert report.series["HF generate"].new_tokens == [24, 24]
+
+
+def test_texts_of_all_batch_sizes_are_compared(monkeypatch):
+    """Rows are the same without their padding, whatever the batch."""
+    model = tiny_model("llama")
+    ids, mask = prompts((4, 7, 5))
+    rows = [{"input_ids": each[None, -int(m.sum()) :]} for each, m in zip(ids, mask, strict=True)]
+    sizes = [Workload(rows, names=["a", "b", "c"])]
+    sizes.append(Workload([{"input_ids": ids[:2], "attention_mask": mask[:2]}], names=["a", "b"]))
+    options = dict(max_new_tokens=6, repeats=1, transformers_too=False)
+    one, two = compare_all(model, sizes, {}, **options)
+    assert "same text of specdec none in batches of 2 as of 1: 2/2" in two.remarks
+    assert not one.remarks and not two.differences
+    together = two.series["specdec none"].rows()
+    for (alone, length), (text, same) in zip(
+        one.series["specdec none"].rows(), together, strict=False
+    ):
+        assert torch.equal(alone, text) and length == same
+
+    def bug(model, first, second, prompt_length):
+        return ComparedRuns(False, prompt_length, "bug", 3.0, 0.2)
+
+    monkeypatch.setattr("specdec_ext.evaluate.benchmark.series.compare_runs", bug)
+    _, two = compare_all(model, sizes, {}, **options)
+    assert "specdec none in batches of 2 as of 1, prompt b: bug: " in two.differences[1]
 
 
 def test_single_rows_meet_all_of_hugging_faces_ways(tmp_path):
@@ -199,7 +227,8 @@ def test_single_rows_meet_all_of_hugging_faces_ways(tmp_path):
     assert list(report.series) == names and not report.left_out
     for series in report.series.values():  # every token arrives
         (latency,) = series.latencies
-        assert latency.first > 0 and latency.per_token > 0 and 1 <= len(latency.gaps) <= 7
+        assert latency.first > 0 and latency.per_token > 0 and latency.tokens == 8
+        assert latency.prompt_tokens == 6 and series.prompt_tokens_per_second > 0
     record = json.loads(json.dumps(report.record()))
     assert [row["name"] for row in record["rows"]] == names
     assert record["rows"][0]["ratio"] == 1 and record["rows"][0]["interval"] == [1, 1]
@@ -266,25 +295,29 @@ def test_a_row_of_the_record():
 def test_a_table_shows_what_has_to_be_read_together():
     report = hand_made_report()
     report.left_out["HF assisted"] = "no reason"
-    report.same_text["specdec x"] = "8/10, 2 near-ties"
+    report.same_text["specdec x"], report.expected = "8/10, 2 near-ties", "HF generate"
     report.series["specdec x"].fixed = [stats((3, 3, 1, 2))]
     report.series["specdec x"].speculation_stats[0].policy = "auto"
     report.series["specdec x"].latencies = [
-        Latency(0.2, 0.001, (0.004, 0.008)),
-        Latency(0.4, 0.003, ()),
+        Latency(0.2, (0.004, 0.008), (1, 2, 2), 5, prompt_tokens=2),
+        Latency(0.4, (), (1,), 1, prompt_tokens=2),
     ]
     console = Console(width=80)
     with console.capture() as shown:
-        console.print(*report.tables())
+        console.print(*report.tables(), *report.details())
     lines = [line.split() for line in shown.get().splitlines() if "specdec x" in line]
-    assert lines == [
-        ["specdec", "x", "6.0", "4.00x", "[4.00,", "4.00]", "2.00x", "7"],
-        ["specdec", "x", "auto", "2.00", "2.00", "2.00", "8/10,", "2", "near-ties"],
-        ["specdec", "x", "300.00", "2.00", "6.00", "7.60", "7.96"],
+    assert lines[:4] == [
+        ["specdec", "x", "6.0", "2.00x", "[2.00,", "2.00]", "2.00", "300", "3.00", "4.00"],
+        ["specdec", "x", "7.5", "333.3", "4.00x", "[4.00,", "4.00]", "7"],
+        ["specdec", "x", "auto", "2.00", "2.00", "8/10,", "2", "near-ties"],
+        ["specdec", "x", "TTFT", "300.00", "380.00", "398.00"],
     ]
-    notes = report.notes()
-    assert "unique 4-grams" in notes[0] and notes[2] == "HF assisted: left out, no reason"
-    assert "policy: " in notes[1] and "accepted: " in notes[1]
+    notes = "\n".join(report.notes())
+    assert notes.startswith(
+        "HF assisted: left out, no reason\nsame text as HF generate: 8/10, 2 near-ties"
+    )
+    for part in ("unique 4-grams", "accepted: ", "ITL: the time before a chunk"):
+        assert part in notes
 
 
 def test_a_table_fits_a_terminal_of_80_columns():
@@ -297,31 +330,11 @@ def test_a_table_fits_a_terminal_of_80_columns():
     report.series["HF generate"].seconds = [4000.0, 8.0]
     console = Console(width=80)
     with console.capture() as shown:
-        console.print(*report.tables())
+        console.print(*report.tables(), *report.details())
     text = shown.get()
     assert max(map(len, text.splitlines())) <= 80
     for row in report.rows():
         assert f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]" in text
-
-
-def test_when_tokens_arrive(monkeypatch):
-    """Two rows: the prompt at 0, a token at 1.0, three in one chunk at 1.5, and one at 2.5 seconds."""
-    now = [0.0]
-    monkeypatch.setattr("specdec_ext.evaluate.benchmark.latency.time.perf_counter", lambda: now[0])
-    arrivals = Arrivals()
-    arrivals.put(torch.zeros(2, 7))
-    for at in (1.0, 1.5, 1.50001, 1.50002, 2.5):
-        now[0] = at
-        arrivals.put(torch.zeros(2))
-    arrivals.end()
-    found = arrivals.latency()
-    assert (found.first, found.per_token) == (1.0, 1.5 / 4)
-    assert found.gaps == (0.5, 1.0)
-    assert summary([]) == {}
-    one_token = Latency(2.0, 0.0, ())
-    shown = summary([found, one_token])
-    assert shown["first_token"] == 1500 and shown["chunk_gap_p50"] == 750
-    assert summary([one_token])["chunk_gap_p99"] == 0
 
 
 def test_acceptance_is_compared_where_every_step_drafts(monkeypatch):

@@ -1,0 +1,392 @@
+"""``compare_servers``: the latency and speed of servers, and of one server with and without drafts.
+
+A contestant is a server, or one of our servers that is asked for plain decoding. In each turn, a contestant
+answers all questions, a number of them at a time: as one is answered, the next is sent. Tokens per second are
+those of a request, from sending it to the end of its answer, times the number of requests at a time. Of
+several turns, the request with the median time is used for each question; latencies are those of all turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product, zip_longest
+from typing import Any
+
+import torch
+
+from specdec_ext.display.progress import tracked
+from specdec_ext.display.text import counted
+from specdec_ext.evaluate.benchmark.client import CHAT, COMPLETIONS, OPTIONAL, Server
+from specdec_ext.evaluate.benchmark.prompts import Conversation, Question, questions
+from specdec_ext.evaluate.benchmark.reply import Reply
+from specdec_ext.evaluate.benchmark.report import Report
+from specdec_ext.evaluate.benchmark.series import Series, unique_ngram_fraction
+from specdec_ext.evaluate.machine import machine_line
+from specdec_ext.evaluate.measuring import Call, take_turns
+from specdec_ext.stats import SpeculationStats
+
+PLAIN = "plain"
+SHOWN = 20  # characters of each of two texts that differ
+
+
+@dataclass(repr=False)
+class ServedSeries(Series):
+    """Results of a contestant on a server; the lists of ``Series`` have one entry per question, or are empty.
+
+    Attributes:
+        streams: number of requests at a time.
+        places: the number of each question.
+        answers: for each question, the text of every turn.
+        latencies: of all requests that succeeded.
+        throughput: new tokens of all requests over the wall time, for each turn.
+        requests: number of requests, failed ones included.
+        prompt_tokens, cached_tokens: over all requests; ``cached_tokens`` is None if the server does not say.
+    """
+
+    streams: int = 1
+    places: list[int] = field(default_factory=list)
+    answers: list[list[str]] = field(default_factory=list)
+    throughput: list[float] = field(default_factory=list)
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+
+    @property
+    def unique_4grams(self) -> float:
+        """``unique_ngram_fraction`` of the words of all texts."""
+        return unique_ngram_fraction([turns[0].split() for turns in self.answers])
+
+    def more(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "throughput": statistics.median(self.throughput),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+
+
+@dataclass
+class _Turn:
+    """What a contestant answered in one turn.
+
+    Attributes:
+        replies: in the order of the questions.
+        seconds: wall time.
+        counted: what the server's counters of speculation grew by; None without them.
+    """
+
+    replies: list[Reply]
+    seconds: float
+    counted: SpeculationStats | None = None
+
+
+@dataclass(frozen=True)
+class _Contestant:
+    """A server and the fields of its requests."""
+
+    server: Server
+    fields: dict[str, Any]
+
+    def turn(self, asked: Sequence[Question], streams: int, **options: Any) -> _Turn:
+        # Our server tells the statistics of each request.
+        before = None if self.server.is_ours else self.server.counters()
+        began = time.perf_counter()
+        replies = self.server.ask_all(asked, streams, **self.fields, **options)
+        seconds = time.perf_counter() - began
+        after = None if before is None else self.server.counters()
+        return _Turn(replies, seconds, _grown(before, after))
+
+
+# The turns of each contestant by its name.
+_Turns = dict[str, list[_Turn]]
+
+
+def compare_servers(
+    servers: Sequence[Server],
+    conversations: Sequence[Conversation],
+    *,
+    streams: Sequence[int] = (1,),
+    temperatures: Sequence[float] = (0.0,),
+    max_new_tokens: int = 128,
+    repeats: int = 3,
+    speculation: Sequence[str] = (),
+    chat: bool | None = None,
+) -> list[Report]:
+    """A report for each number of streams and temperature, all of which are measured in turn.
+
+    Our own servers also decode without drafts. Other servers can't be asked to: pass one that runs without
+    speculation as the first. Before anything is measured, each contestant answers as many questions as there
+    are streams.
+
+    Args:
+        servers: those that are compared, not connected yet.
+        conversations: what is asked. Later turns follow the greedy answers of the first server.
+        streams: numbers of requests at a time.
+        temperatures: of the sampling; 0 is greedy.
+        max_new_tokens: most tokens of an answer.
+        repeats: turns of each contestant.
+        speculation: values of our servers' field ``speculation``; () leaves it to the server.
+        chat: whether to ask for chat completions; None does if all conversations are chats and the server
+            answers.
+
+    Raises:
+        ValueError: if a server can't be measured, or if no question was answered by all contestants.
+    """
+    endpoints = [CHAT] if chat else [COMPLETIONS]
+    if chat is None and all(each.is_chat for each in conversations):
+        endpoints = [CHAT, COMPLETIONS]
+    for server in servers:
+        server.connect(Question("", "", conversations[0].turns[:1]), endpoints)
+        endpoints = [server.endpoint]  # all servers are asked in the same way
+        if speculation and not server.is_ours:
+            raise ValueError(
+                f"--speculation: {server.name} is not specdec serve and drafts as it was started; leave the "
+                "option out"
+            )
+    asked, cut = questions(conversations, partial(_answer, servers[0], max_new_tokens))
+    remarks = _remarks(servers, cut)
+    contestants, plain = _contestants(servers, speculation)
+    if plain is None:
+        remarks.append(
+            "no contestant is known to decode without drafts; pass a server without speculation as the first "
+            "--url, then ratios are to it"
+        )
+    cells = list(product(streams, temperatures))
+    measured = _measured(contestants, asked, cells, max_new_tokens, repeats)
+    reports: list[Report] = []
+    reference: ServedSeries | None = None  # greedy texts do not depend on the number of streams
+    for (number, temperature), turns in zip(cells, measured, strict=True):
+        settings = {
+            "streams": number,
+            "prompts": len(asked),
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "model": ", ".join(dict.fromkeys(str(each.model) for each in servers)),
+            "url": ", ".join(each.name for each in servers),
+        }
+        series = _series(turns, asked, number)
+        baseline = plain or next(iter(series))
+        report = Report(
+            f"client: {machine_line(torch.device('cpu'))}", settings, dict(series), baseline, plain
+        )
+        report.remarks += [*remarks, *_findings(series, len(asked), max_new_tokens)]
+        if any(each.category for each in asked):
+            report.categories = [asked[place].category for place in series[baseline].places]
+        if not temperature:
+            reference = reference or series[baseline]
+            _compare(report, series, reference, asked)
+        elif all(server.is_ours for server in servers):
+            _compare(report, series, series[baseline], asked)
+        reports.append(report)
+    return reports
+
+
+def _answer(server: Server, max_new_tokens: int, messages: Sequence[str]) -> str | None:
+    question = Question("", "", tuple(messages))
+    (reply,) = server.ask_all([question], 1, ends=True, max_tokens=max_new_tokens)
+    return None if reply.error else reply.text
+
+
+def _contestants(
+    servers: Sequence[Server], speculation: Sequence[str]
+) -> tuple[dict[str, _Contestant], str | None]:
+    """The contestants, and the name of the one that is known to decode without drafts."""
+    made, plain = {}, None
+    for server in servers:
+        prefix, name = f"{server.name}, ", server.name
+        if len(servers) == 1:
+            prefix, name = "", "server"
+        if server.is_ours:
+            plain = plain or f"{prefix}{PLAIN}"
+            made[f"{prefix}{PLAIN}"] = _Contestant(server, {"speculation": "none"})
+        for policy in speculation:
+            made[f"{prefix}{policy}"] = _Contestant(server, {"speculation": policy})
+        if not speculation:
+            made[name] = _Contestant(server, {})
+    return made, plain
+
+
+def _measured(
+    contestants: dict[str, _Contestant],
+    asked: Sequence[Question],
+    cells: Sequence[tuple[int, float]],
+    max_new_tokens: int,
+    repeats: int,
+) -> list[_Turns]:
+    """The turns of all contestants in each of the cells: (streams, temperature)."""
+    turns: list[_Turns] = [{name: [] for name in contestants} for _ in cells]
+    calls: dict[str, Call] = {}
+    places: dict[str, list[_Turn]] = {}
+    for (streams, temperature), found in zip(cells, turns, strict=True):
+        for name, each in contestants.items():
+            call = partial(
+                each.turn, streams=streams, max_tokens=max_new_tokens, temperature=temperature
+            )
+            call(asked[:streams])  # warms up
+            full = f"{name}, {counted(streams, 'stream')}, temperature {temperature:g}"
+            calls[full], places[full] = partial(call, asked), found[name]
+    with tracked("measuring", len(calls) * repeats, "turn") as work:
+
+        def measure(name: str, call: Call) -> None:
+            places[name].append(call())
+            work.advance(note=name)
+
+        for repeat in range(repeats):
+            # The order rotates, so that no contestant is always the first.
+            take_turns(calls, 1, measure, first=repeat)
+    return turns
+
+
+def _series(turns: _Turns, asked: Sequence[Question], streams: int) -> dict[str, ServedSeries]:
+    """The results of the questions that every contestant has answered at least once.
+
+    Raises:
+        ValueError: if there is none.
+    """
+
+    def is_answered(place: int) -> bool:
+        return all(any(not turn.replies[place].error for turn in found) for found in turns.values())
+
+    places = [place for place in range(len(asked)) if is_answered(place)]
+    if not places:
+        reasons = {
+            name: next((reply.error for turn in found for reply in turn.replies if reply.error), "")
+            for name, found in turns.items()
+        }
+        failed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        raise ValueError(f"no prompt was answered by all contestants. {failed}")
+    return {name: _of_turns(name, found, places, streams) for name, found in turns.items()}
+
+
+def _of_turns(name: str, turns: list[_Turn], places: list[int], streams: int) -> ServedSeries:
+    series = ServedSeries(name, streams=min(streams, len(turns[0].replies)), places=places)
+    told = []
+    for place in places:
+        good = [turn.replies[place] for turn in turns if not turn.replies[place].error]
+        middle = sorted(good, key=lambda reply: reply.seconds)[(len(good) - 1) // 2]
+        series.seconds.append(middle.seconds / series.streams)
+        series.new_tokens.append(middle.tokens)
+        series.answers.append([reply.text for reply in good])
+        told.append(_sum([reply.stats for reply in good]))
+    counts = _sum([turn.counted for turn in turns])
+    series.speculation_stats = [each for each in told if each] or ([counts] if counts else [])
+    for turn in turns:
+        good = [reply for reply in turn.replies if not reply.error]
+        series.latencies += [replace(reply.latency, rows=series.streams) for reply in good]
+        series.throughput.append(sum(reply.tokens for reply in good) / turn.seconds)
+        series.requests += len(turn.replies)
+        series.failures += [reply.error for reply in turn.replies if reply.error]
+        series.prompt_tokens += sum(reply.prompt_tokens for reply in good)
+        for reply in good:
+            if reply.cached_tokens is not None:
+                series.cached_tokens = (series.cached_tokens or 0) + reply.cached_tokens
+    return series
+
+
+def _sum(stats: Iterable[SpeculationStats | None]) -> SpeculationStats | None:
+    """The sum of those that are known; None if there are none."""
+    known = [each for each in stats if each is not None]
+    total = SpeculationStats()
+    for each in known:
+        total.add(each)
+    return total if known else None
+
+
+def _grown(
+    before: SpeculationStats | None, after: SpeculationStats | None
+) -> SpeculationStats | None:
+    """What counters grew by; None if they are not known, or were reset in between."""
+    if before is None or after is None or after.drafts < before.drafts:
+        return None
+    grown = SpeculationStats(drafter="server")
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        setattr(grown, name, getattr(after, name) - getattr(before, name))
+    grown.accepted_per_position = [
+        now - then
+        for now, then in zip_longest(
+            after.accepted_per_position, before.accepted_per_position, fillvalue=0
+        )
+    ]
+    return grown
+
+
+def _compare(
+    report: Report,
+    series: Mapping[str, ServedSeries],
+    reference: ServedSeries,
+    asked: Sequence[Question],
+) -> None:
+    """Compare the texts of all turns with the reference's first ones, and note what differs."""
+    report.expected = reference.name
+    expected = {
+        place: texts[0] for place, texts in zip(reference.places, reference.answers, strict=True)
+    }
+    for name, each in series.items():
+        found = {
+            place: next((text for text in texts if text != expected[place]), None)
+            for place, texts in zip(each.places, each.answers, strict=True)
+            if place in expected
+        }
+        differing = {place: text for place, text in found.items() if text is not None}
+        report.same_text[name] = f"{len(found) - len(differing)}/{len(found)}"
+        for place, text in differing.items():
+            report.differences.append(
+                f"{name}, prompt {asked[place].name}: {_difference(expected[place], text)} from the text of "
+                f"{reference.name}"
+            )
+
+
+def _difference(expected: str, text: str) -> str:
+    """Where two texts begin to differ."""
+    common = min(len(expected), len(text))
+    at = next((i for i in range(common) if expected[i] != text[i]), common)
+    shown = (repr(each[at : at + SHOWN]) for each in (text, expected))
+    return f"differs at character {at} ({' instead of '.join(shown)})"
+
+
+def _remarks(servers: Sequence[Server], cut: Sequence[str]) -> list[str]:
+    """What has to be known about the servers and the questions."""
+    form = "chat completions" if servers[0].endpoint == CHAT else "completions"
+    remarks = [f"requests are {form}"]
+    for server in servers:
+        for name, loss in OPTIONAL.items():
+            if loss and name not in server.fields:
+                remarks.append(f"{server.name} refuses {name}: {loss}")
+    if cut:
+        remarks.append(
+            f"{counted(len(cut), 'conversation')} without later turns, because an earlier one failed: "
+            f"{', '.join(cut[:5])}"
+        )
+    return remarks
+
+
+def _findings(
+    series: Mapping[str, ServedSeries], num_questions: int, max_new_tokens: int
+) -> list[str]:
+    """What makes the numbers of a report less than they seem."""
+    found = []
+    kept = len(next(iter(series.values())).places)
+    if kept < num_questions:
+        found.append(
+            f"{num_questions - kept} of {num_questions} prompts are left out of all ratios, because a "
+            "contestant has not answered them"
+        )
+    for name, each in series.items():
+        if each.cached_tokens and each.prompt_tokens:
+            found.append(
+                f"{name}: {each.cached_tokens / each.prompt_tokens:.0%} of the prompt tokens came from its "
+                "cache of earlier prompts, which makes TTFT shorter; start the server without that cache "
+                "(specdec serve --prefix-tokens 0)"
+            )
+        if any(not latency.counts for latency in each.latencies):
+            found.append(
+                f"{name} does not tell the tokens of each chunk, so ITL is not known for all"
+            )
+        lengths = sorted(each.new_tokens)
+        if lengths[0] < max_new_tokens or lengths[-1] > max_new_tokens:
+            found.append(f"{name}: answers have {lengths[0]} to {lengths[-1]} tokens")
+    return found
