@@ -103,6 +103,16 @@ def test_fused_pass_equals_that_of_the_modules(name, cache, dtype, op_calls):
 
 
 @pytest.mark.parametrize("name", sorted(DIRECT))
+def test_norms_round_where_the_modules_round(name, op_calls):
+    """An RMS norm that rounds elsewhere has other bits in every fourth number."""
+    model = with_varied_vectors(tiny_model(name, dtype=torch.bfloat16))
+    features = scored(model, (model.config.num_hidden_layers, -1)).features[TREE.parents > -2]
+    last, normed = features.chunk(2, dim=-1)
+    norm = getattr(model.base_model, direct_pass(model).family.final_norm)
+    assert op_calls and (norm(last) == normed).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("name", sorted(DIRECT))
 def test_prompts_are_read_as_by_the_modules(name, op_calls):
     """The logits, and the keys and values of every layer."""
     model, results = with_varied_vectors(tiny_model(name)), []
