@@ -99,9 +99,22 @@ class Quantiser(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         self.quantization_config.check()
+        self._expected = {}
         for layout in self.quantization_config.layouts:
             for name in layout["layers"]:
-                replace(model, _linear(model, name), _empty(_linear(model, name), layout))
+                layer = _empty(_linear(model, name), layout)
+                self._expected[name] = _shapes(layer)
+                replace(model, _linear(model, name), layer)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        """Compare shapes, as some versions of transformers do not for quantised layers."""
+        for name, expected in self._expected.items():
+            found = _shapes(model.get_submodule(name))
+            if found != expected:
+                raise ValueError(
+                    f"{name} has tensors of the shapes {found}; expected {expected}. The file is damaged or "
+                    "belongs to another model"
+                )
 
     def is_serializable(self, **_: Any) -> bool:
         return True
@@ -146,6 +159,10 @@ def _linear(model: PreTrainedModel, name: Any) -> Any:
             f"quantization_config.layouts names {name!r}, which is no linear layer of {type(model).__name__}"
         )
     return module
+
+
+def _shapes(layer: nn.Module) -> dict[str, list[int]]:
+    return {name: [*tensor.shape] for name, tensor in layer.named_buffers()}
 
 
 def _empty(module: Any, layout: dict[str, Any]) -> QuantisedLinear:
