@@ -30,10 +30,11 @@ REQUIREMENTS := $(VENV)/.requirements.stamp
 # One stamp per kernel choice: changing the choice rebuilds.
 BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
 OTHER := .venv-transformers-$(VERSION)
+QUANTISED := .venv-quantised
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-architectures lint format docs wheel bench bench-goals bench-ops kernel-report toolchains gpu-check head other-heads clean
+.PHONY: help demo test test-slow test-transformers test-quantised test-architectures lint format docs wheel bench bench-goals bench-ops kernel-report toolchains gpu-check head other-heads clean
 
 help: ## list all targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +54,10 @@ test-slow: $(BUILD) ## run the slow tests, which `make test` leaves out
 test-transformers: $(BUILD) $(OTHER)/.stamp ## run the tests with another version of transformers: VERSION=5.17.0
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest python_tests -m "not slow and not sweep and not emulated" \
 	  $(PARALLEL) --ignore=python_tests/ops --ignore=python_tests/project $(ARGS)
+
+# torchao has an environment of its own, because transformers imports it, slowly, whenever it loads a model.
+test-quantised: $(BUILD) $(QUANTISED)/.stamp ## test weights of 8 and 4 bits with torchao and other libraries that make them
+	OMP_NUM_THREADS=1 $(QUANTISED)/bin/python -m pytest python_tests/models/quantised -m "not emulated" $(PARALLEL) $(ARGS)
 
 # With another version of transformers:
 #   make test-transformers ARGS="-m sweep --verdicts profiling/results/architectures"
@@ -128,11 +133,21 @@ $(REQUIREMENTS): requirements-dev.txt | $(BIN)/python
 	@touch $@
 
 # A layer over the virtual environment: its own packages come first, all others (torch) are found in .venv.
-.venv-transformers-%/.stamp: $(REQUIREMENTS)
+define layer
 	$(BIN)/python -m venv --clear --without-pip $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE_PACKAGES))')" > \
 	  "$$($(@D)/bin/python -c $(SITE_PACKAGES))/below.pth"
+endef
+
+.venv-transformers-%/.stamp: $(REQUIREMENTS)
+	$(layer)
 	$(@D)/bin/python -m pip install --quiet transformers==$*
+	@touch $@
+
+# Without their requirements, which .venv has in versions of its own.
+$(QUANTISED)/.stamp: $(REQUIREMENTS)
+	$(layer)
+	$(@D)/bin/python -m pip install --quiet --no-deps torchao==0.18.0 bitsandbytes==0.50.2
 	@touch $@
 
 # The extension is built before pip runs, because pip would hide the output of the compilers.

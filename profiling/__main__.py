@@ -14,6 +14,7 @@ TOOLS = {
     "draft-head": ("bench.draft_head", "How fast does a draft head draft?"),
     "suffix": ("bench.suffix", "What does a history of past outputs cost?"),
     "generate": ("bench.generate", "How fast is generation, with which drafter?"),
+    "perplexity": ("bench.perplexity", "What do weights of 8 and 4 bits cost in quality?"),
     "goals": ("bench.goals", "Does generation reach its goals of speed and memory?"),
     "controller": ("bench.controller", 'Is "auto" as fast as the best fixed shape?'),
     "memory": ("bench.memory", "What does speculation add to the memory of a call?"),

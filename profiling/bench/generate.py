@@ -6,6 +6,7 @@
     python profiling generate --contestant "specdec head" --shape 3 --shape 5 --shape 5x4x16
     python profiling generate --prompts random           # unpredictable text
     python profiling generate --target 500m --context 128 --context 4096 --count 3 --acceptance 3.5
+    python profiling generate --weights int4             # of the target; Hugging Face computes with the same
 
 - Contestants continue every prompt in turn. The median of the calls with a prompt is used; ratios compare
   medians over prompts with Hugging Face ``generate``. All texts have one length, because end-of-sequence
@@ -200,6 +201,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     many: dict[str, Any] = {"action": "append", "default": []}
     given.add_argument("--target", choices=(BUNDLED, *SHAPES), default=BUNDLED)
     given.add_argument("--dtype", default="float32")
+    given.add_argument("--weights", choices=("int8", "int4"), help="of the target, on the CPU")
     add_device(given)
     given.add_argument("--batch", type=int, **many, help="default 1; may be repeated")
     given.add_argument("--count", type=int, default=10, help="number of prompts (default 10)")
@@ -252,6 +254,9 @@ def main(arguments: list[str] | None = None) -> None:
         models = [random_target(options.target, kind, device)]
         settings["head's vocabulary"] = str(SHAPES[options.target][2])
     model, vocab_size = models[0], models[0].config.vocab_size
+    if options.weights:
+        specdec_ext.quantize(model, options.weights)
+        settings["weights"] = options.weights
     console = Console(width=150, highlight=False)
     reports = []
     contexts = [None] if is_bundled else options.context or [128]

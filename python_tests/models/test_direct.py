@@ -1,6 +1,7 @@
 """The fused pass without transformers' modules: which models have one, and when it is not used."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -16,6 +17,7 @@ from helpers.models.tiny import (
     tiny_model,
     with_varied_vectors,
 )
+from helpers.places import ROOT
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
@@ -25,7 +27,9 @@ from specdec_ext import DraftTree, ops
 from specdec_ext.models import make_target
 from specdec_ext.models.compat import CACHE
 from specdec_ext.models.findings import findings_of
-from specdec_ext.models.passes import direct, known_code
+from specdec_ext.models.passes import known_code
+from specdec_ext.models.passes.direct import direct_pass as direct
+from specdec_ext.models.passes.direct.families import FAMILIES
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 from specdec_ext.models.patching.forwards import replaced_forward
@@ -66,6 +70,15 @@ def scored(model, layers=(), cache=None, by_modules=False):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_models_with_a_fused_pass(name):
     assert (direct_pass(tiny_model(name)) is not None) == (name in DIRECT)
+
+
+def test_documentation_lists_the_families():
+    page = (ROOT / "docs/reference/models.md").read_text()
+    (entry,) = re.findall(r"- \*\*One op on the CPU\*\*.*?(?=\n- )", page, re.DOTALL)
+    names = {name for family in FAMILIES for names in family.classes.values() for name in names}
+    folders = {name.partition(".")[0] for name in names}
+    listed = {name.removesuffix("_text") for name in re.findall(r"`(\w+)`", entry)}
+    assert listed == folders
 
 
 def relative(ours, theirs):

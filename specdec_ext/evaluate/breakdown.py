@@ -30,7 +30,7 @@ from specdec_ext.drafters import Drafter
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.generation import generate
 from specdec_ext.models import Target
-from specdec_ext.models.passes.direct import DirectPass
+from specdec_ext.models.passes.direct.direct_pass import DirectPass
 from specdec_ext.output import Recorder, TokenStream
 from specdec_ext.preflight.extras import require
 from specdec_ext.verify.sampler import Sampler

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specdec_ext.models.passes.direct import DirectPass, read_direct_pass
+from specdec_ext.models.passes.direct.direct_pass import DirectPass
+from specdec_ext.models.passes.direct.reading import read_direct_pass
 from specdec_ext.models.passes.known_code import is_untouched
 from specdec_ext.models.passes.modules import ModelParts
 from specdec_ext.models.support import Support, supports

@@ -16,6 +16,9 @@ class HuggingFace(Program):
     package = "transformers"
     formats: ClassVar = {"f32": Format("float32", 4), "bf16": Format("bfloat16", 2)}
     ways: ClassVar = {PLAIN: True, LOOKUP: False}
+    computes_in: ClassVar[
+        dict[str, str]
+    ] = {}  # formats that are no dtypes -> the dtype of the rest
 
     def __init__(self, files: Path, format: str, way: str, threads: int):
         import torch
@@ -23,7 +26,7 @@ class HuggingFace(Program):
 
         torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
-        dtype = getattr(torch, format)
+        dtype = getattr(torch, self.computes_in.get(format, format))
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(files, dtype=dtype)
         self.model.generation_config.eos_token_id = None
         self.way = way

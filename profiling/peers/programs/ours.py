@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
-from peers.programs.base import PLAIN
+from peers.programs.base import PLAIN, Format
 from peers.programs.hugging_face import HuggingFace
 
 # Way -> value of the argument ``drafter``.
@@ -12,11 +13,24 @@ DRAFTERS = {PLAIN: None, "auto": "auto", "n-gram": "ngram"}
 
 
 class Ours(HuggingFace):
-    """A precision of quantised weights is an entry of ``formats`` and its reading in ``__init__``."""
+    """int8 has a scale for each output, int4 one in bfloat16 for 32 weights and an output head in int8."""
 
     title = "specdec_ext"
     package = "specdec_ext"
+    formats: ClassVar = {
+        **HuggingFace.formats,
+        "int8": Format("int8", 1),
+        "int4": Format("int4", 0.5 + 2 / 32),
+    }
     ways: ClassVar = dict.fromkeys(DRAFTERS, True)
+    computes_in: ClassVar = {"int8": "float32", "int4": "float32"}
+
+    def __init__(self, files: Path, format: str, way: str, threads: int):
+        super().__init__(files, format, way, threads)
+        if format in self.computes_in:
+            import specdec_ext
+
+            specdec_ext.quantize(self.model, format)
 
     def contestant(self, shared: dict[str, Any]) -> Any:
         from specdec_ext.evaluate.benchmark import ours

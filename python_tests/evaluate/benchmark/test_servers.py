@@ -9,9 +9,9 @@ from helpers.fake_server import completion, fake_server
 pytest.importorskip("httpx2", reason="httpx2 is not installed (extra: serve)")
 
 from specdec_ext.evaluate.benchmark.client import Server
-from specdec_ext.evaluate.benchmark.prompts import Conversation, Question
+from specdec_ext.evaluate.benchmark.prompts import Conversation
 from specdec_ext.evaluate.benchmark.reply import Reply
-from specdec_ext.evaluate.benchmark.served import _series, _Turn, compare_servers
+from specdec_ext.evaluate.benchmark.served import _answered, _of_turns, _Turn, compare_servers
 from specdec_ext.stats import SpeculationStats
 
 TEXTS = [Conversation(str(number), (f"def f{number}(x):\n",), "code") for number in range(4)]
@@ -50,13 +50,12 @@ def reply(began, ended, tokens=4, **fields):
 
 
 def test_speed_is_that_of_the_request_with_the_median_time_times_the_streams():
-    asked = [Question(str(number), "", ("a",)) for number in range(2)]
     turns = [
         _Turn([reply(0, 2), reply(0, 8, tokens=6)], 8.0),
         _Turn([reply(0, 9), reply(0, 4)], 9.0),
         _Turn([reply(0, 4), reply(0, 3)], 4.0),
     ]
-    (series,) = _series({"x": turns}, asked, 2).values()
+    series = _of_turns("x", turns, [0, 1], 2)
     assert series.seconds == [2.0, 2.0]  # the medians, 4 and 4, shared by two streams
     assert series.new_tokens == [4, 4] and series.tokens_per_second == [2.0, 2.0]
     assert series.throughput == [10 / 8, 8 / 9, 8 / 4]
@@ -66,32 +65,27 @@ def test_speed_is_that_of_the_request_with_the_median_time_times_the_streams():
 
 
 def test_a_stream_that_is_never_busy_does_not_count():
-    asked = [Question("0", "", ("a",))]
-    (series,) = _series({"x": [_Turn([reply(0, 2)], 2.0)]}, asked, 16).values()
+    series = _of_turns("x", [_Turn([reply(0, 2)], 2.0)], [0], 16)
     assert series.seconds == [2.0]
 
 
 def test_questions_that_a_contestant_has_never_answered_are_left_out_of_all():
-    asked = [Question(str(number), "", ("a",)) for number in range(3)]
     failed = Reply(0.0, 1.0, error="status 500: gone")
     turns = {
         "x": [_Turn([reply(0, 2), failed, reply(0, 6)], 8.0), _Turn([failed] * 3, 1.0)],
         "y": [_Turn([reply(0, 3)] * 3, 9.0)] * 2,
     }
-    found = _series(turns, asked, 1)
-    assert [each.places for each in found.values()] == [[0, 2], [0, 2]]
-    assert found["x"].seconds == [2.0, 6.0] and len(found["x"].latencies) == 2
-    assert Counter(found["x"].failures) == {"status 500: gone": 4} and not found["y"].failures
-    turns["x"] = [_Turn([failed] * 3, 1.0)] * 2
-    with pytest.raises(ValueError, match=r"no prompt was answered by all .* x: status 500: gone"):
-        _series(turns, asked, 1)
+    assert _answered(turns) == [0, 2]
+    series = _of_turns("x", turns["x"], [0, 2], 1)
+    assert series.seconds == [2.0, 6.0] and len(series.latencies) == 2
+    assert Counter(series.failures) == {"status 500: gone": 4} and series.requests == 6
 
 
 def test_statistics_are_added_by_question():
     told = SpeculationStats(drafter="server", drafts=2, accepted_tokens=3)
     told.accepted_per_position = [2, 1]
     turns = [_Turn([reply(0, 2, stats=told)], 2.0)] * 2
-    (series,) = _series({"x": turns}, [Question("0", "", ("a",))], 1).values()
+    series = _of_turns("x", turns, [0], 1)
     assert len(series.speculation_stats) == 1 and series.total("drafts") == 4
     assert series.mean_acceptance_length == 2.5 and series.acceptance_per_position == [1.0, 0.5]
 
@@ -159,6 +153,32 @@ def test_failed_requests_are_counted_and_shown(fakes):
     assert [len(each.seconds) for each in report.series.values()] == [3, 3]
     (table,) = report.tables()
     assert table.headings[-1] == "failed" and table.rows[0][-1] == "2"
+
+
+def test_a_setting_in_which_all_fails_does_not_take_the_others_with_it(fakes):
+    fake, seen = fakes[0], Counter()
+
+    def answer(body):
+        seen[body["temperature"]] += 1
+        is_late = body["temperature"] == 0.8 and seen[0.8] > 1  # after the warm-up
+        return (503, b"busy") if is_late else completion("a", "b")
+
+    fake.answer = answer
+    (report,) = compared([fake], temperatures=[0.0, 0.8], repeats=1)
+    assert report.settings["temperature"] == 0
+    lost = "streams 1, temperature 0.8: no prompt was answered by all contestants. server: status 503: busy"
+    assert report.remarks[0] == lost
+    seen[0.8] = 0
+    with pytest.raises(ValueError, match="no prompt was answered by all contestants"):
+        compared([fake], temperatures=[0.8], repeats=1)
+    fake.answer = lambda body: (503, b"busy") if body["max_tokens"] == 2 else completion("a")
+    with pytest.raises(ValueError, match=r"no request succeeds. server: status 503: busy"):
+        compared([fake], repeats=1)
+
+
+def test_more_streams_than_prompts_are_told(fakes):
+    (report,) = compared(fakes[:1], streams=[9], repeats=1)
+    assert "only 4 requests at a time, because there are no more prompts" in report.remarks
 
 
 def test_what_makes_numbers_better_or_fewer_is_told(fakes):
@@ -289,6 +309,6 @@ def test_our_server_refuses_another_policy_by_name():
     from helpers.serving import serving
 
     with serving() as served, Server(served.url) as server:
-        message = "no prompt was answered by all contestants.*speculation"
+        message = r"no request succeeds. auto: status 400: .*speculation"
         with pytest.raises(ValueError, match=message):
             compare_servers([server], TEXTS[:1], repeats=1, speculation=["auto"])

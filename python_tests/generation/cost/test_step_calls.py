@@ -15,7 +15,7 @@ import specdec_ext
 from specdec_ext import assets, ops
 from specdec_ext.decoding.loop import DecodingLoop
 from specdec_ext.drafters import HeadDrafter, NgramDrafter
-from specdec_ext.models.passes.direct import DirectPass
+from specdec_ext.models.passes.direct.direct_pass import DirectPass
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.tree.config import TreeConfig
 

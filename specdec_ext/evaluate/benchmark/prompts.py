@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec_ext import assets
+from specdec_ext.display.progress import tracked
 from specdec_ext.heads.checkpoints.config.fields import shown
 from specdec_ext.training.data.records import checked_text, read_rows, read_text
 
@@ -160,7 +161,7 @@ def chosen(
 
 
 def questions(
-    conversations: Iterable[Conversation], answer: Answerer
+    conversations: Sequence[Conversation], answer: Answerer
 ) -> tuple[list[Question], list[str]]:
     """Every turn of every conversation, after the answers to the turns before it.
 
@@ -174,18 +175,20 @@ def questions(
         one had no answer.
     """
     found, cut = [], []
-    for each in conversations:
-        messages: list[str] = []
-        for number, turn in enumerate(each.turns, 1):
-            messages.append(turn)
-            name = each.name if number == 1 else f"{each.name}, turn {number}"
-            found.append(Question(name, each.category, tuple(messages), each.is_chat))
-            if number < len(each.turns):
-                reply = answer(messages)
-                if reply is None:
-                    cut.append(each.name)
-                    break
-                messages.append(reply)
+    with tracked("answering", sum(len(each.turns) - 1 for each in conversations), "turn") as work:
+        for each in conversations:
+            messages: list[str] = []
+            for number, turn in enumerate(each.turns, 1):
+                messages.append(turn)
+                name = each.name if number == 1 else f"{each.name}, turn {number}"
+                found.append(Question(name, each.category, tuple(messages), each.is_chat))
+                if number < len(each.turns):
+                    reply = answer(messages)
+                    work.advance()
+                    if reply is None:
+                        cut.append(each.name)
+                        break
+                    messages.append(reply)
     return found, cut
 
 

@@ -136,28 +136,13 @@ def compare_servers(
     Raises:
         ValueError: if a server can't be measured, or if no question was answered by all contestants.
     """
-    endpoints = [CHAT] if chat else [COMPLETIONS]
-    if chat is None and all(each.is_chat for each in conversations):
-        endpoints = [CHAT, COMPLETIONS]
-    for server in servers:
-        server.connect(Question("", "", conversations[0].turns[:1]), endpoints)
-        endpoints = [server.endpoint]  # all servers are asked in the same way
-        if speculation and not server.is_ours:
-            raise ValueError(
-                f"--speculation: {server.name} is not specdec serve and drafts as it was started; leave the "
-                "option out"
-            )
+    _connect(servers, conversations, speculation, chat)
     asked, cut = questions(conversations, partial(_answer, servers[0], max_new_tokens))
-    remarks = _remarks(servers, cut)
     contestants, plain = _contestants(servers, speculation)
-    if plain is None:
-        remarks.append(
-            "no contestant is known to decode without drafts; pass a server without speculation as the first "
-            "--url, then ratios are to it"
-        )
+    remarks = _remarks(servers, cut, plain)
     cells = list(product(streams, temperatures))
     measured = _measured(contestants, asked, cells, max_new_tokens, repeats)
-    reports: list[Report] = []
+    reports, lost = [], []
     reference: ServedSeries | None = None  # greedy texts do not depend on the number of streams
     for (number, temperature), turns in zip(cells, measured, strict=True):
         settings = {
@@ -168,21 +153,65 @@ def compare_servers(
             "model": ", ".join(dict.fromkeys(str(each.model) for each in servers)),
             "url": ", ".join(each.name for each in servers),
         }
-        series = _series(turns, asked, number)
-        baseline = plain or next(iter(series))
-        report = Report(
-            f"client: {machine_line(torch.device('cpu'))}", settings, dict(series), baseline, plain
-        )
-        report.remarks += [*remarks, *_findings(series, len(asked), max_new_tokens)]
-        if any(each.category for each in asked):
-            report.categories = [asked[place].category for place in series[baseline].places]
+        places = _answered(turns)
+        if not places:
+            lost.append(
+                f"streams {number}, temperature {temperature:g}: no prompt was answered by all contestants. "
+                f"{_first_errors(turns)}"
+            )
+            continue
+        series = {name: _of_turns(name, each, places, number) for name, each in turns.items()}
+        report = _report(settings, series, asked, plain)
         if not temperature:
-            reference = reference or series[baseline]
+            reference = reference or series[report.baseline]
             _compare(report, series, reference, asked)
         elif all(server.is_ours for server in servers):
-            _compare(report, series, series[baseline], asked)
+            _compare(report, series, series[report.baseline], asked)
         reports.append(report)
+    if not reports:
+        raise ValueError("; ".join(lost))
+    for report in reports:
+        report.remarks = [*lost, *remarks, *report.remarks]
     return reports
+
+
+def _connect(
+    servers: Sequence[Server],
+    conversations: Sequence[Conversation],
+    speculation: Sequence[str],
+    chat: bool | None,
+) -> None:
+    """Connect all servers, which are then asked in the same way.
+
+    Raises:
+        ValueError: as :func:`compare_servers`.
+    """
+    endpoints = [CHAT] if chat else [COMPLETIONS]
+    if chat is None and all(each.is_chat for each in conversations):
+        endpoints = [CHAT, COMPLETIONS]
+    for server in servers:
+        server.connect(Question("", "", conversations[0].turns[:1]), endpoints)
+        endpoints = [server.endpoint]
+        if speculation and not server.is_ours:
+            raise ValueError(
+                f"--speculation: {server.name} is not specdec serve and drafts as it was started; leave the "
+                "option out"
+            )
+
+
+def _report(
+    settings: dict[str, Any],
+    series: Mapping[str, ServedSeries],
+    asked: Sequence[Question],
+    plain: str | None,
+) -> Report:
+    baseline = plain or next(iter(series))
+    machine = f"client: {machine_line(torch.device('cpu'))}"
+    report = Report(machine, settings, dict(series), baseline, plain)
+    report.remarks += _findings(series, settings)
+    if any(each.category for each in asked):
+        report.categories = [asked[place].category for place in series[baseline].places]
+    return report
 
 
 def _answer(server: Server, max_new_tokens: int, messages: Sequence[str]) -> str | None:
@@ -226,7 +255,9 @@ def _measured(
             call = partial(
                 each.turn, streams=streams, max_tokens=max_new_tokens, temperature=temperature
             )
-            call(asked[:streams])  # warms up
+            warmed_up = call(asked[:streams])
+            if all(reply.error for reply in warmed_up.replies):
+                raise ValueError(f"no request succeeds. {_first_errors({name: [warmed_up]})}")
             full = f"{name}, {counted(streams, 'stream')}, temperature {temperature:g}"
             calls[full], places[full] = partial(call, asked), found[name]
     with tracked("measuring", len(calls) * repeats, "turn") as work:
@@ -241,25 +272,23 @@ def _measured(
     return turns
 
 
-def _series(turns: _Turns, asked: Sequence[Question], streams: int) -> dict[str, ServedSeries]:
-    """The results of the questions that every contestant has answered at least once.
+def _answered(turns: _Turns) -> list[int]:
+    """The numbers of the questions that every contestant has answered in at least one turn."""
+    numbers = range(len(next(iter(turns.values()))[0].replies))
+    return [
+        place
+        for place in numbers
+        if all(any(not turn.replies[place].error for turn in found) for found in turns.values())
+    ]
 
-    Raises:
-        ValueError: if there is none.
-    """
 
-    def is_answered(place: int) -> bool:
-        return all(any(not turn.replies[place].error for turn in found) for found in turns.values())
-
-    places = [place for place in range(len(asked)) if is_answered(place)]
-    if not places:
-        reasons = {
-            name: next((reply.error for turn in found for reply in turn.replies if reply.error), "")
-            for name, found in turns.items()
-        }
-        failed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
-        raise ValueError(f"no prompt was answered by all contestants. {failed}")
-    return {name: _of_turns(name, found, places, streams) for name, found in turns.items()}
+def _first_errors(turns: _Turns) -> str:
+    """The first error of each contestant that has one."""
+    errors = {
+        name: [reply.error for turn in found for reply in turn.replies if reply.error]
+        for name, found in turns.items()
+    }
+    return "; ".join(f"{name}: {found[0]}" for name, found in errors.items() if found)
 
 
 def _of_turns(name: str, turns: list[_Turn], places: list[int], streams: int) -> ServedSeries:
@@ -348,7 +377,7 @@ def _difference(expected: str, text: str) -> str:
     return f"differs at character {at} ({' instead of '.join(shown)})"
 
 
-def _remarks(servers: Sequence[Server], cut: Sequence[str]) -> list[str]:
+def _remarks(servers: Sequence[Server], cut: Sequence[str], plain: str | None) -> list[str]:
     """What has to be known about the servers and the questions."""
     form = "chat completions" if servers[0].endpoint == CHAT else "completions"
     remarks = [f"requests are {form}"]
@@ -361,19 +390,25 @@ def _remarks(servers: Sequence[Server], cut: Sequence[str]) -> list[str]:
             f"{counted(len(cut), 'conversation')} without later turns, because an earlier one failed: "
             f"{', '.join(cut[:5])}"
         )
+    if plain is None:
+        remarks.append(
+            "no contestant is known to decode without drafts; pass a server without speculation as the first "
+            "--url, then ratios are to it"
+        )
     return remarks
 
 
-def _findings(
-    series: Mapping[str, ServedSeries], num_questions: int, max_new_tokens: int
-) -> list[str]:
+def _findings(series: Mapping[str, ServedSeries], settings: Mapping[str, Any]) -> list[str]:
     """What makes the numbers of a report less than they seem."""
     found = []
+    streams, asked = settings["streams"], settings["prompts"]
+    if asked < streams:
+        found.append(f"only {asked} requests at a time, because there are no more prompts")
     kept = len(next(iter(series.values())).places)
-    if kept < num_questions:
+    if kept < asked:
         found.append(
-            f"{num_questions - kept} of {num_questions} prompts are left out of all ratios, because a "
-            "contestant has not answered them"
+            f"{asked - kept} of {asked} prompts are left out of all ratios, because a contestant has not "
+            "answered them"
         )
     for name, each in series.items():
         if each.cached_tokens and each.prompt_tokens:
@@ -387,6 +422,6 @@ def _findings(
                 f"{name} does not tell the tokens of each chunk, so ITL is not known for all"
             )
         lengths = sorted(each.new_tokens)
-        if lengths[0] < max_new_tokens or lengths[-1] > max_new_tokens:
+        if {lengths[0], lengths[-1]} != {settings["max_new_tokens"]}:
             found.append(f"{name}: answers have {lengths[0]} to {lengths[-1]} tokens")
     return found

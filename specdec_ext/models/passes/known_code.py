@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from specdec_ext.models.passes.decoder_families import Family
+from specdec_ext.models.passes.direct.families import Family
 from specdec_ext.models.passes.hidden_states import RecordingHook
 from specdec_ext.models.patching.forwards import own_forward_replaced
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.compat import CACHE, masked_columns
-from specdec_ext.models.passes.direct import PROMPT, PromptBlock, agrees, is_agreed
+from specdec_ext.models.passes.direct.direct_pass import PROMPT, PromptBlock, agrees, is_agreed
 from specdec_ext.models.passes.linears import multiplies_prompts
 from specdec_ext.models.passes.prompt import Prompt
 from specdec_ext.models.patching.changes import inference_mode

@@ -3,7 +3,7 @@
 Four kinds of passes give the same result:
 
 - *recorded*: a pass of fixed shape that is replayed, on CUDA as one graph (``graphs/``);
-- *direct*: one op computes all layers of a decoder of a known family (``passes/direct.py``);
+- *direct*: one op computes all layers of a decoder of a known family (``passes/direct``);
 - *by modules with a block*: the model's own modules, with masks and attention for trees, ragged rows and
   padding (``passes/masks.py``, ``passes/attention.py``);
 - *by modules alone*: plain decoding without padding, where transformers' own masks are correct.
@@ -19,7 +19,7 @@ from specdec_ext import ops
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.graphs import GraphRunner
 from specdec_ext.models.passes.attention import IMPLEMENTATION, TreeBlock
-from specdec_ext.models.passes.direct import TREE, DirectPass, agrees, is_agreed
+from specdec_ext.models.passes.direct.direct_pass import TREE, DirectPass, agrees, is_agreed
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.passes.visibility import SlotVisibility
 from specdec_ext.models.patching.changes import inference_mode

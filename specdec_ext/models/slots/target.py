@@ -23,7 +23,7 @@ from specdec_ext.models.cache.adoption import attention_windows
 from specdec_ext.models.cache.slot_cache import SlotCache, emptied
 from specdec_ext.models.findings import Findings
 from specdec_ext.models.graphs import GraphRunner
-from specdec_ext.models.passes.direct import usable
+from specdec_ext.models.passes.direct.direct_pass import usable
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.slots.layout import RowLayout

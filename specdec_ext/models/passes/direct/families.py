@@ -1,6 +1,6 @@
 """The families of decoders that the direct pass runs: their classes, their modules, and what layers compute.
 
-A family is data. ``direct.py`` looks up what it names in a model; ``known_code.py`` compares the code.
+A family is data. ``reading.py`` looks up what it names in a model; ``known_code.py`` compares the code.
 """
 
 from __future__ import annotations

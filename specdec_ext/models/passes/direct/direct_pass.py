@@ -1,0 +1,190 @@
+"""``DirectPass``: run all layers of a decoder with one op instead of its modules.
+
+The op reads the model's own weights without a copy, and uses the same row-invariant matrix products and
+attention as other block passes. The first prompt of a model and the first pass over a draft tree are computed
+both ways, and the logits are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_ext import ops
+from specdec_ext.models.cache.layers import RollbackLayer
+from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
+from specdec_ext.models.passes.attention import TreeBlock
+from specdec_ext.models.passes.direct.families import Family
+from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks
+from specdec_ext.models.passes.linears import matrix_of
+from specdec_ext.ops.decoder_layers import DecoderForm
+
+# Kinds of passes.
+PROMPT, TREE = "prompt", "tree"
+
+# Of each model, the kinds of passes of which both ways were compared, and whether they agreed.
+_agreed: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class PromptBlock:
+    """Columns of prompts; with the attributes of :class:`TreeBlock` that ``ops.decoder_layers`` takes.
+
+    Attributes:
+        prefix_starts: ``[rows]`` slot of the first token of each row.
+        prefix_lengths: ``[rows]`` number of tokens before the columns; negative if these begin with padding.
+        stop: the slot after the last column, a number on the host.
+    """
+
+    prefix_starts: Tensor
+    prefix_lengths: Tensor
+    stop: int
+    ancestors: None = None
+
+
+@dataclass(frozen=True)
+class DirectPass:
+    """The embeddings, all layers, the final norm and the output head of one model.
+
+    Attributes:
+        kinds: classes of the modules, as for :func:`has_code_of`.
+        embedding_scale: factor of the embeddings, None for 1.
+        rotations: one function for each table of rotations: states, position ids -> cosines, sines.
+        weights, scales, levels: as :func:`specdec_ext.ops.decoder_layers` takes them.
+        logits_divisor, logits_cap: the logits are divided by one, and capped like attention scores by the
+            other; None to leave them.
+        windows: sliding window of each layer, 0 for full attention.
+    """
+
+    family: Family
+    kinds: dict[str, frozenset[type]]
+    embedding: Tensor
+    embedding_scale: Tensor | float | None
+    rotations: list[Callable[..., tuple[Tensor, Tensor]]]
+    weights: list[Tensor]
+    scales: list[Tensor]
+    levels: Tensor | None
+    head: nn.Module
+    logits_divisor: float | None
+    logits_cap: float | None
+    windows: list[int]
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    form: DecoderForm
+
+    def serves(self, implementation: str, layers: Sequence[Any]) -> bool:
+        """Whether this attention computes the same, and these cache layers match the decoder layers."""
+        # A cache layer without a window is fine: it keeps all tokens.
+        return (
+            implementation == self.family.implementation
+            and len(layers) == len(self.windows)
+            and all(
+                type(layer) is RollbackLayer and layer.window in (None, window)
+                for layer, window in zip(layers, self.windows, strict=True)
+            )
+        )
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        block: TreeBlock | PromptBlock,
+        layers: Sequence[RollbackLayer],
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Score ``tokens [rows, nodes]`` and append their keys and values to the cache.
+
+        ``kept`` lists the nodes whose logits are wanted; None for all.
+
+        Returns:
+            ``[rows, nodes, vocab]`` logits, and the arguments of :meth:`HiddenStateRecorder.chosen`.
+        """
+        rows, nodes = tokens.shape
+        hidden = nn.functional.embedding(tokens, self.embedding)
+        if (factor := self.embedding_scale) is not None:
+            hidden = hidden * (factor.to(hidden.dtype) if isinstance(factor, Tensor) else factor)
+        caches = []
+        for layer in layers:
+            layer.reserve(block.stop)
+            if not layer.is_initialized:
+                nothing = hidden.new_empty(rows, self.kv_heads, 0, self.head_dim)
+                layer.lazy_initialization(nothing, nothing)
+            layer.length = block.stop
+            caches += layer.buffers
+        if len(caches[0]) != rows:
+            caches = [buffer[:rows] for buffer in caches]
+        tables = [rotation(hidden, position_ids) for rotation in self.rotations]
+        states, output = ops.decoder_layers(
+            hidden,
+            [cosines for cosines, _ in tables],
+            [sines for _, sines in tables],
+            self.weights,
+            caches,
+            self.windows,
+            block.ancestors,
+            block.prefix_starts,
+            block.prefix_lengths,
+            block.stop - nodes,
+            self.head_dim,
+            self.eps,
+            self.scale,
+            self.scales,
+            self.levels,
+            self.form,
+        )
+        scored = output if kept is None else output[:, kept]
+        weight, bias = matrix_of(self.head)
+        assert weight is not None  # it had one when this pass was made
+        logits = ops.linear(scored, weight, bias)
+        if self.logits_divisor is not None:
+            logits = logits / self.logits_divisor
+        if self.logits_cap is not None:  # torch's tanh has the same bits in passes of all sizes
+            logits = torch.tanh(logits / self.logits_cap) * self.logits_cap
+        return logits, (hidden, states, output)
+
+
+def usable(model: PreTrainedModel, direct: DirectPass | None) -> DirectPass | None:
+    """Return the direct pass of a model; None if something outside of the model rules it out now."""
+    if (
+        direct is None
+        or False in _agreed.get(model, {}).values()
+        or torch.is_autocast_enabled("cpu")
+        or has_global_hooks()
+        # Classes and functions can be replaced at any time.
+        or not has_code_of(direct.family, direct.kinds)
+    ):
+        return None
+    return direct
+
+
+def agrees(model: nn.Module, kind: str, directly: Tensor, by_modules: Tensor) -> bool:
+    """Whether the logits of both ways differ by rounding only; remembered for this kind of passes."""
+    error = relative_difference(directly, by_modules)
+    if not math.isfinite(error):
+        return False  # NaN or infinite logits prove nothing; not remembered
+    agreed = _agreed.setdefault(model, {})
+    agreed[kind] = error <= TOLERANCE[by_modules.dtype]
+    if not agreed[kind]:
+        warnings.warn(
+            f"{type(model).__name__} has the code of a supported decoder, but its logits differ from those "
+            f"of the fused pass by {error:.2g} (relative). It is run module by module, which is slower. "
+            f"Please report this, with the version of transformers, {transformers.__version__}",
+            stacklevel=2,
+        )
+    return agreed[kind]
+
+
+def is_agreed(model: nn.Module, kind: str) -> bool:
+    """Whether both ways were compared for this kind of passes of the model and agreed."""
+    return _agreed.get(model, {}).get(kind, False)
