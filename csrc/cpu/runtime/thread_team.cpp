@@ -45,16 +45,12 @@ int64_t nanoseconds_now() {
 }
 
 void Sharing::report(int64_t waited, int64_t ran, int64_t now) {
-  const int64_t pause = pause_.load(std::memory_order_relaxed);
-  if (waited > std::max(kLongWait, ran / kLongPart)) {
-    good_runs_.store(0, std::memory_order_relaxed);
-    pause_.store(std::min(2 * pause, kLastPause), std::memory_order_relaxed);
-    alone_until_.store(now + pause, std::memory_order_relaxed);
-  } else if (pause > kFirstPause &&
-             good_runs_.fetch_add(1, std::memory_order_relaxed) + 1 >= kGoodRuns) {
-    good_runs_.store(0, std::memory_order_relaxed);
-    pause_.store(std::max(pause / 2, kFirstPause), std::memory_order_relaxed);
-  }
+  if (waited <= std::max(kLongWait, ran / kLongPart)) return;
+  const bool is_soon = now - alone_until_.load(std::memory_order_relaxed) < kSoon;
+  const int64_t last = pause_.load(std::memory_order_relaxed);
+  const int64_t pause = is_soon ? std::min(2 * last, kLastPause) : kFirstPause;
+  pause_.store(pause, std::memory_order_relaxed);
+  alone_until_.store(now + pause, std::memory_order_relaxed);
 }
 
 void ThreadTeam::help() {
@@ -75,7 +71,8 @@ void ThreadTeam::run(void* team, int64_t count, int64_t grain, ParallelFor::Body
 
 void ThreadTeam::loop(int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
   const int64_t longest = std::max(kMaxGrains * grain, (count + kMaxChunks - 1) / kMaxChunks);
-  const int64_t size = std::clamp((count + threads_ - 1) / threads_, grain, longest);
+  const int64_t parts = threads_ * kChunksPerMember;
+  const int64_t size = std::clamp((count + parts - 1) / parts, grain, longest);
   const int64_t chunks = (count + size - 1) / size;
   chunks_done_.store(0, std::memory_order_relaxed);
   count_.store(count, std::memory_order_relaxed);

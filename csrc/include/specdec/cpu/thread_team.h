@@ -1,10 +1,9 @@
 // A team of threads that stays together for many short parallel loops. Waking a pool takes
 // microseconds, as long as such a loop itself, so the members of a team wait without sleeping.
 //
-// Each loop is cut into one chunk per member, a long loop into more, and a free member takes the
-// next chunk. If the system runs a member late or never, others do its chunks, so nothing waits for
-// it. Two waits
-// remain: for a member that the system interrupts within a chunk, and for the pool to gather its
+// Each loop is cut into some chunks per member, and a free member takes the next chunk. So members
+// that run at different speeds, as the memory serves them, end at about the same time, and if the
+// system runs a member late or never, others do its chunks. Two waits remain: for a member that the system interrupts within a chunk, and for the pool to gather its
 // threads at the end. Where other processes compete for the processors, such a wait is a time slice
 // of theirs, longer than all loops of a run. `Sharing` notices this, and then leaders work alone
 // for a while.
@@ -18,10 +17,11 @@ namespace specdec::cpu {
 
 // Detects whether other processes use the processors, by how long leaders wait for their helpers.
 //
-// A long wait is a strike: leaders then work alone for a pause, which doubles from strike to
-// strike. Strikes thus cost a small share of the time, and helpers return soon after the other
-// processes have ended. Runs without a long wait shorten the next pause again. Any thread may ask
-// and report; a race makes a pause a little too long or short. Times are nanoseconds of one clock.
+// A long wait is a strike: leaders then work alone for a pause, about as long as what helpers would
+// have to save to make up for it. A strike soon after a pause doubles the next one, because the other
+// processes are still there; a later one, such as a moment's work of the system, does not. Any thread
+// may ask and report; a race makes a pause a little too long or short. Times are nanoseconds of one
+// clock.
 class Sharing {
  public:
   // Longer than the tens of microseconds that the system may need to find processors for the
@@ -29,18 +29,16 @@ class Sharing {
   // this part of its time.
   static constexpr int64_t kLongWait = 300'000;
   static constexpr int64_t kLongPart = 8;
-  static constexpr int64_t kFirstPause = 20'000'000, kLastPause = 1'000'000'000;
-  // This many good runs in a row halve the next pause.
-  static constexpr int64_t kGoodRuns = 32;
+  static constexpr int64_t kFirstPause = 5'000'000, kLastPause = 1'000'000'000;
+  static constexpr int64_t kSoon = 100'000'000;
 
   bool is_alone(int64_t now) const { return now < alone_until_.load(std::memory_order_relaxed); }
   // A run has ended in which the leader waited for helpers.
   void report(int64_t waited, int64_t ran, int64_t now);
 
  private:
-  std::atomic<int64_t> alone_until_{0};
+  std::atomic<int64_t> alone_until_{-kSoon};
   std::atomic<int64_t> pause_{kFirstPause};
-  std::atomic<int64_t> good_runs_{0};
 };
 
 // The detector of this process.
@@ -76,6 +74,7 @@ class ThreadTeam {
  private:
   // Handing a loop to waiting threads is cheaper than waking them by about this factor.
   static constexpr int64_t kGrainDivisor = 16;
+  static constexpr int64_t kChunksPerMember = 4;
   // In grains, a chunk at most: about 0.1 ms, shorter than a long wait, so that the last chunk of a
   // long loop is not taken for one.
   static constexpr int64_t kMaxGrains = 256;
