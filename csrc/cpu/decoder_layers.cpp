@@ -222,23 +222,24 @@ class Layers {
   void feed_forward(const DecoderLayer& layer, const std::byte* state, std::byte* out) const {
     const int64_t hidden = params_.hidden, inner = params_.intermediate, bytes = inner * size_;
     const std::byte* input = normed(layer.mlp_norm, state);
-    Parts gates{projected_, bytes, 0};
-    std::byte* ups = nullptr;
+    int64_t stride = bytes;  // from node to node
+    const std::byte* ups = nullptr;
     if (layer.gate.weight == nullptr) {
       linear(product(layer.up, input, hidden, projected_), parallel_for_);
     } else if (layer.up.weight == nullptr) {
       linear(product(layer.gate, input, hidden, projected_), parallel_for_);
-      gates.node_stride = 2 * bytes;
+      stride = 2 * bytes;
       ups = projected_ + bytes;
     } else {
-      ups = projected_ + params_.count() * bytes;
+      std::byte* up = projected_ + params_.count() * bytes;
       const std::array products{product(layer.gate, input, hidden, projected_),
-                                product(layer.up, input, hidden, ups)};
+                                product(layer.up, input, hidden, up)};
+      ups = up;
       linears(products, parallel_for_);
     }
     for_each(inner, [&](int64_t i) {
-      rows_.module_activate(params_.type, params_.activation, gates.at(i, 0),
-                            ups == nullptr ? nullptr : ups + i * gates.node_stride, inner,
+      rows_.module_activate(params_.type, params_.activation, projected_ + i * stride,
+                            ups == nullptr ? nullptr : ups + i * stride, inner,
                             rotated_ + i * bytes);
     });
     linear(product(layer.down, rotated_, inner, out), parallel_for_);

@@ -116,6 +116,7 @@ _HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5
 # Decoders that one op runs (the direct pass), beside some of those above.
 DECODERS: dict[str, tuple[str, dict]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "gemma": ("gemma", {"head_dim": 8}),
     "phi3-window": ("phi3", {"sliding_window": 8}),
     "phi3-half": ("phi3", {"rope_parameters": _HALF}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),

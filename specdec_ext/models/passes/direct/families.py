@@ -97,7 +97,7 @@ _MLP = {
     "down": "mlp.down_proj",
 }
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-_GEMMA = {
+_BOTH_NORMS = {
     **_ATTENTION,
     **_MLP,
     "attention_output_norm": "post_attention_layernorm",
@@ -126,17 +126,25 @@ _QWEN3 = replace(
     classes={**_MISTRAL.classes, "Attention": ("qwen3.Qwen3Attention",)},
     modules={**_MISTRAL.modules, **_HEAD_NORMS},
 )
-_GEMMA2 = Family(
+_GEMMA = Family(
+    classes={
+        **_classes("gemma.Gemma"),
+        "TextScaledWordEmbedding": ("gemma.GemmaTextScaledWordEmbedding",),
+    },
+    modules={**_ATTENTION, **_MLP},
+    norm=Norm.RMS_OFFSET,
+    eps="eps",
+    embedding_scale="embed_tokens.embed_scale",
+)
+_GEMMA2 = replace(
+    _GEMMA,
     classes={
         **_classes("gemma2.Gemma2"),
         "TextScaledWordEmbedding": ("gemma2.Gemma2TextScaledWordEmbedding",),
     },
-    modules=_GEMMA,
-    norm=Norm.RMS_OFFSET,
-    eps="eps",
+    modules=_BOTH_NORMS,
     windowed=True,
     softcap="attn_logit_softcapping",
-    embedding_scale="embed_tokens.embed_scale",
     logits_cap="final_logit_softcapping",
     implementation="eager",  # transformers has no other that caps scores
 )
@@ -147,7 +155,7 @@ _GEMMA3 = replace(
         "Model": ("gemma3.Gemma3TextModel",),
         "TextScaledWordEmbedding": ("gemma3.Gemma3TextScaledWordEmbedding",),
     },
-    modules={**_GEMMA, **_HEAD_NORMS},
+    modules={**_BOTH_NORMS, **_HEAD_NORMS},
     softcap=None,
     rotations_by_type=True,
     implementation=IMPLEMENTATION,
@@ -225,6 +233,18 @@ _GPT_NEOX = Family(
     parallel="use_parallel_residual",
 )
 FAMILIES = (
-    *(_LLAMA, _MISTRAL, _QWEN3, _GEMMA3, _GEMMA2, _PHI3, _SMOLLM3, _GRANITE, _OLMO2, _STARCODER2),
+    *(
+        _LLAMA,
+        _MISTRAL,
+        _QWEN3,
+        _GEMMA,
+        _GEMMA2,
+        _GEMMA3,
+        _PHI3,
+        _SMOLLM3,
+        _GRANITE,
+        _OLMO2,
+        _STARCODER2,
+    ),
     _GPT_NEOX,
 )

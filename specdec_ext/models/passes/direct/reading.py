@@ -46,7 +46,7 @@ def _read(model: Any, family: Family) -> DirectPass | None:
         if not has_code_of(family, kinds) or not _has_modules_of(family, model, decoder):
             return None
         return _described(model, decoder, family, kinds)
-    except (AttributeError, KeyError):  # a part of the family is missing
+    except (AttributeError, KeyError):  # a part of the family is missing, or has another size
         return None
 
 
@@ -107,8 +107,7 @@ def _described(
     first: Any = attentions[0]
     head_dim: int = getattr(first, family.head_dim)
     kv_heads = _kv_heads(layers[0], first, head_dim, config, family)
-    activations = {_activation(each) for each in _each(layers, family.activation)}
-    activation = min(activations, key=lambda each: each is not None)
+    activation, *others = {_activation(each) for each in _each(layers, family.activation)}
     uniform = [
         *((layers, name) for name in (family.residual_scale, family.parallel)),
         *((attentions, name) for name in (family.softcap, family.head_dim, "scaling")),
@@ -130,9 +129,7 @@ def _described(
         and [each.layer_idx for each in attentions] == [*range(len(layers))]
         and all(each.is_causal for each in attentions)
         and not getattr(config, "use_bidirectional_attention", None)
-        and len(activations) == 1
-        and activation is not None
-        and kv_heads is not None
+        and not others
         and _fits_heads(decoder, head_dim, family)
     ):
         return None
@@ -181,8 +178,12 @@ def _norms(decoder: Any, family: Family) -> list[Any]:
     return [*inside, getattr(decoder, family.final_norm)]
 
 
-def _activation(module: Any) -> Activation | None:
-    """Return what an activation module computes; None if the op does not know it."""
+def _activation(module: Any) -> Activation:
+    """Return what an activation module computes.
+
+    Raises:
+        KeyError: the op does not know it.
+    """
     kind, gelu = type(module), nn.functional.gelu
     if kind in (nn.SiLU, type(ACT2FN["silu"])):
         return Activation.SILU
@@ -192,17 +193,25 @@ def _activation(module: Any) -> Activation | None:
         act = module.act
         if act.func is gelu and not act.args and act.keywords == {"approximate": "tanh"}:
             return Activation.GELU_TANH
-    return None
+    raise KeyError(kind)
 
 
-def _kv_heads(layer: Any, attention: Any, head_dim: int, config: Any, family: Family) -> int | None:
-    """Return the number of heads of keys; None if the joined matrix has not as many rows as it should."""
+def _kv_heads(layer: Any, attention: Any, head_dim: int, config: Any, family: Family) -> int:
+    """Return the number of heads of keys.
+
+    Raises:
+        KeyError: a joined matrix has not as many rows as it should.
+    """
     if "key" in family.modules:
         return layer.get_submodule(family.modules["key"]).out_features // head_dim
     heads = config.num_attention_heads
     kv_heads = heads if family.interleaved else attention.num_key_value_heads
-    rows = layer.get_submodule(family.modules["query"]).out_features
-    return kv_heads if rows == (heads + 2 * kv_heads) * head_dim else None
+    if (
+        layer.get_submodule(family.modules["query"]).out_features
+        != (heads + 2 * kv_heads) * head_dim
+    ):
+        raise KeyError("query")
+    return kv_heads
 
 
 def _rotations(
