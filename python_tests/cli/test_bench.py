@@ -170,6 +170,24 @@ def test_files_keep_the_warning_about_a_busy_machine(tmp_path, monkeypatch):
     assert found["remarks"][-1].startswith(warning) and shown.startswith(warning)
 
 
+def test_prompts_that_exceed_the_models_positions_are_left_out_and_told(tmp_path):
+    path = tmp_path / "p.jsonl"
+    long = "x = 1\n" * 2000
+    talks = [{"turns": [long, "second"]}, {"turns": ["import os\n"]}]
+    path.write_text("\n".join(map(json.dumps, talks)))
+    shown = bench("--prompts", path, "--drafter", "none", "--no-transformers", *QUICK)
+    expected = r"1 of 2 prompts with 4 new tokens exceed the \d+ positions .* they and 1 later turn"
+    assert re.search(expected, shown) and "prompts 1," in shown
+    path.write_text(json.dumps(talks[0]))
+    assert "a batch of 1 needs 1 prompts, got 0" in refused("--prompts", path, *QUICK)
+
+
+def test_values_that_are_given_twice_are_measured_once(tmp_path):
+    given = ("--prompts", prompts_file(tmp_path, 1), "--drafter", "none", "--no-transformers")
+    shown = bench(*given, "--batch", "1,1", "--temperature", "0,0.0", *QUICK)
+    assert shown.count("tokens/s") == 1
+
+
 def test_differences_of_texts_are_shown(tmp_path, monkeypatch):
     from specdec_ext import ComparedRuns
 

@@ -131,6 +131,30 @@ def test_torchao_codes_in_the_order_of_the_processor(dtype, size):
 
 
 @needs_torchao
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(qdata=lambda x: x[:, :-1].contiguous()),
+        dict(qdata=lambda x: x[:-1]),
+        dict(qdata=lambda x: x.T),
+        dict(scale_and_zero=lambda x: x[:-1]),
+        dict(block_size=lambda x: [1, 16]),
+    ],
+    ids=["width", "height", "strides", "scales", "groups"],
+)
+def test_torchao_sizes_that_do_not_fit_are_not_read(change):
+    """torch's product would read memory beyond the codes."""
+    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
+
+    module = nn.Linear(128, 64)
+    weight = Int4OpaqueTensor.from_hp(module.weight.detach(), [1, 32])
+    for name, changed in change.items():
+        setattr(weight, name, changed(getattr(weight, name)))
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    assert is_foreign(module) and weight_of(module) is None
+
+
+@needs_torchao
 def test_torchao_with_quantised_inputs_is_not_read(plain):
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig
     from transformers import TorchAoConfig

@@ -1,6 +1,7 @@
 """``quantize``: what becomes codes, what stays, and what is refused."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec_ext import QuantisationReport, quantize
+from specdec_ext.models.quantised import convert
 from specdec_ext.models.quantised.linear import QuantisedLinear
 
 
@@ -119,6 +121,19 @@ def test_a_shared_module_is_replaced_everywhere():
     second.up_proj = first.up_proj
     quantize(model)
     assert isinstance(first.up_proj, QuantisedLinear) and second.up_proj is first.up_proj
+
+
+def test_a_weight_is_freed_before_the_next_is_quantised(monkeypatch):
+    model, alive, plain = fresh(), [], convert.rounded
+    layers = [weakref.ref(each) for each in model.modules() if isinstance(each, nn.Linear)]
+
+    def counted(*arguments):
+        alive.append(sum(each() is not None for each in layers))
+        return plain(*arguments)
+
+    monkeypatch.setattr(convert, "rounded", counted)
+    quantize(model)
+    assert alive == [*range(22, 0, -1)]
 
 
 def test_biases_stay():

@@ -149,14 +149,30 @@ def test_changed_configs_are_refused(change, message, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_codes_of_another_shape_are_refused(tmp_path):
-    saved(random_model("llama"), tmp_path)
+@pytest.mark.parametrize("part", ["codes", "scales"])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_tensors_of_another_shape_are_refused(part, dimension, tmp_path):
+    """transformers compares shapes, but not with quantised layers in all versions."""
+    saved(random_model("llama"), tmp_path, group_size=32, weights="int4")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    tensors["lm_head.codes"] = tensors["lm_head.codes"][:, :-1].contiguous()
+    name = f"model.layers.0.mlp.down_proj.{part}"
+    tensors[name] = tensors[name].narrow(dimension, 0, 1).contiguous()
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(RuntimeError, match=r"lm_head\.codes|mismatch"):
+    with pytest.raises((RuntimeError, ValueError), match=r"down_proj|mismatch"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_shapes_are_compared_in_every_version(tmp_path):
+    saved(random_model("llama"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for part in ("codes", "scales"):
+        changed = copy.deepcopy(model)
+        setattr(changed.lm_head, part, getattr(model.lm_head, part)[:-1])
+        with pytest.raises(
+            ValueError, match=rf"lm_head has tensors .*'{part}': \[96, .* expected .* \[97, "
+        ):
+            changed.hf_quantizer.postprocess_model(changed)
 
 
 def test_a_plain_model_is_not_quantised_on_loading(tmp_path):

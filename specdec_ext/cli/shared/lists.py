@@ -40,4 +40,4 @@ def numbers(text: str, option: str) -> list[float]:
         ValueError: if one is no number.
     """
     expected = "numbers with commas between them, such as 0,0.8"
-    return [float(each) for each in split(text, option, NUMBER, expected)]
+    return list(dict.fromkeys(map(float, split(text, option, NUMBER, expected))))

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdec_ext.display.text import counted
 from specdec_ext.evaluate.benchmark.contestants import Model, generation_kwargs, ours
 from specdec_ext.evaluate.benchmark.prompts import (
     Conversation,
@@ -18,6 +19,7 @@ from specdec_ext.evaluate.benchmark.prompts import (
     takes_chats,
 )
 from specdec_ext.evaluate.benchmark.series import Prompt
+from specdec_ext.models.context_limit import max_positions
 
 AS_TEXTS = "as texts to be continued, without a chat template"
 SEVERAL = "several"  # category of a batch whose rows have different ones
@@ -65,6 +67,7 @@ def workloads(
 
     Raises:
         ValueError: if there are fewer questions than rows in a batch, or no chat template that takes them.
+            Questions that exceed the positions of the model do not count.
     """
     takes_chat = takes_chats(conversations, tokenizer, chat)
     plain = ours(model, None, generation_kwargs(max_new_tokens))
@@ -72,32 +75,48 @@ def workloads(
     def encoded(texts: Sequence[str], size: int) -> list[Prompt]:
         return batches(tokenizer, texts, size, model.device, not takes_chat)
 
-    def answer(messages: Sequence[str]) -> str:
+    limit = max_positions(model.config.get_text_config(decoder=True))
+
+    def fits(text: str) -> bool:
+        (prompt,) = encoded([text], 1)
+        return limit is None or prompt["input_ids"].shape[1] + max_new_tokens <= limit
+
+    def answer(messages: Sequence[str]) -> str | None:
         text = rendered(Question("", "", tuple(messages)), tokenizer, takes_chat)
+        if not fits(text):
+            return None
         (prompt,) = encoded([text], 1)
         new = plain(prompt).sequences[0, prompt["input_ids"].shape[1] :]
         answered = tokenizer.decode(new, skip_special_tokens=True)
         assert isinstance(answered, str)  # decode returns a list only for a batch
         return answered
 
-    asked, _ = questions(conversations, answer)
-    texts = [rendered(each, tokenizer, takes_chat) for each in asked]
-    form = []
+    every, cut = questions(conversations, answer)
+    remarks = []
     if any(each.is_chat for each in conversations):
-        form = ["questions are given " + ("by the chat template" if takes_chat else AS_TEXTS)]
+        remarks = ["questions are given " + ("by the chat template" if takes_chat else AS_TEXTS)]
+    pairs = [(each, rendered(each, tokenizer, takes_chat)) for each in every]
+    fitting = [(each, text) for each, text in pairs if fits(text)]
+    asked, texts = [each for each, _ in fitting], [text for _, text in fitting]
+    if len(asked) < len(every):
+        remarks.append(
+            f"{len(every) - len(asked)} of {len(every)} prompts with {max_new_tokens} new tokens exceed the "
+            f"{limit} positions of the model; they and {counted(len(cut), 'later turn')} were left out"
+        )
     made = []
     for size in sizes:
         prompts = encoded(texts, size)
         used = size * len(prompts)
-        remarks = list(form)
+        unfilled = []
         if used < len(asked):
-            remarks.append(
+            unfilled.append(
                 f"{len(asked) - used} of {len(asked)} prompts fill no batch of {size} and were left out"
             )
         groups = [asked[start : start + size] for start in range(0, used, size)]
         names = [each.name for each in asked[:used]]
         for temperature in temperatures:
-            made.append(Workload(prompts, temperature, names, _categories(groups), remarks))
+            categories = _categories(groups)
+            made.append(Workload(prompts, temperature, names, categories, remarks + unfilled))
     return made
 
 

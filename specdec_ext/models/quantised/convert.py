@@ -16,7 +16,7 @@ from specdec_ext.display.progress import tracked
 from specdec_ext.models.passes.known_code import is_untouched
 from specdec_ext.models.quantised.linear import QuantisedLinear
 from specdec_ext.models.quantised.rounding import rounded
-from specdec_ext.models.quantised.saved import mark_as_quantised, replace
+from specdec_ext.models.quantised.saved import mark_as_quantised, names_of, replace
 from specdec_ext.ops.quantise import CODE_BLOCK
 
 _BITS = {"int8": 8, "int4": 4}
@@ -69,36 +69,47 @@ def quantize(
     if isinstance(skip, str):
         raise ValueError(f"skip={skip!r} is one name; expected a sequence of names")
     _check_model(model)
-    output_head = model.get_output_embeddings()
+    formats = _formats(model, bits, head_bits, skip)
+    names, total = names_of(model), sum(_linear(model, each).weight.numel() for each in formats)
+    with tracked("quantising", total, "weight") as work:
+        for name, its_bits in formats.items():
+            module = _linear(model, name)
+            groups = group_size if its_bits == bits and group_size else _DEFAULT_GROUPS[its_bits]
+            found = rounded(_matrix(module), its_bits, groups, symmetric)
+            layer = QuantisedLinear(found.weight, module.bias, found.error)
+            replace(model, names[id(module)], layer)
+            work.advance(module.weight.numel())
+    mark_as_quantised(model)
+    return model
+
+
+def _formats(
+    model: PreTrainedModel, bits: int, head_bits: int | None, skip: Sequence[str]
+) -> dict[str, int]:
+    """The linear layers to quantise, by name, and their bits; ``head_bits`` is None to leave the head out."""
+    head = model.get_output_embeddings()
     layers = {name: each for name, each in model.named_modules() if isinstance(each, _LINEAR)}
     for part in skip:
         if not any(_names(part, name) for name in layers):
             raise ValueError(f"skip names {part!r}, but no linear layer of the model has this name")
-    chosen = {
-        name: each
-        for name, each in layers.items()
-        if not any(_names(part, name) for part in skip)
-        and (each is not output_head or head is not None)
-    }
-    if not chosen:
+    found = {}
+    for name, module in layers.items():
+        its_bits = head_bits if module is head else bits
+        if its_bits is None or any(_names(part, name) for part in skip):
+            continue
+        if problem := _problem(module):
+            raise ValueError(f"{name} can't be quantised: {problem}, or name it in skip")
+        found[name] = its_bits
+    if not found:
         raise ValueError(
             f"{type(model).__name__} has no linear layers to quantise"
             + (" besides those in skip and the head" if layers else "")
         )
-    for name, module in chosen.items():
-        if problem := _problem(module):
-            raise ValueError(f"{name} can't be quantised: {problem}, or name it in skip")
-    with tracked(
-        "quantising", sum(each.weight.numel() for each in chosen.values()), "weight"
-    ) as work:
-        for module in chosen.values():
-            its_bits = head_bits if module is output_head and head_bits else bits
-            groups = group_size if its_bits == bits and group_size else _DEFAULT_GROUPS[its_bits]
-            found = rounded(_matrix(module), its_bits, groups, symmetric)
-            replace(model, module, QuantisedLinear(found.weight, module.bias, found.error))
-            work.advance(module.weight.numel())
-    mark_as_quantised(model)
-    return model
+    return found
+
+
+def _linear(model: PreTrainedModel, name: str) -> Any:
+    return model.get_submodule(name)
 
 
 def _bits(name: str, value: Any) -> int:

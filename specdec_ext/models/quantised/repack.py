@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec_ext.models.quantised.linear import QuantisedLinear
-from specdec_ext.models.quantised.saved import mark_as_quantised, replace
+from specdec_ext.models.quantised.saved import mark_as_quantised, names_of, replace
 from specdec_ext.models.quantised.sources import is_foreign, weight_of
 from specdec_ext.ops.quantise import QuantisedWeight
 
@@ -61,8 +61,9 @@ def repack(model: PreTrainedModel) -> PreTrainedModel:
             found[module] = QuantisedLinear(weight, _bias(module, model.dtype))
     if not found:
         raise ValueError(f"{kind} has no layers that another library has quantised; use quantize")
+    names = names_of(model)
     for module, layer in found.items():
-        replace(model, module, layer)
+        replace(model, names[id(module)], layer)
     _forget_library(vars(model))
     mark_as_quantised(model)
     return model

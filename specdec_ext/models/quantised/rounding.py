@@ -15,9 +15,8 @@ from torch import Tensor
 
 from specdec_ext.ops.quantise import QuantisedWeight
 
-_AT_ONCE = (
-    1 << 18
-)  # elements of a matrix that are searched at a time, so that they stay in the cache
+# Elements of a matrix that are searched at a time, so that they stay in the cache.
+_AT_ONCE = 1 << 18
 
 # Scales that are tried, relative to the one described above; 1 and the scale with which the codes reach the
 # largest element in both directions, 128 / 127 or 8 / 7, are among them. With 8 bits nothing else helps.

@@ -45,7 +45,7 @@ class QuantisedConfig(QuantizationConfigMixin):
     @classmethod
     def of(cls, model: nn.Module) -> QuantisedConfig:
         layouts: dict[tuple[Any, ...], list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
+        for name, module in model.named_modules():
             if isinstance(module, QuantisedLinear):
                 weight = module.weight
                 size = weight.group_size if weight.group_size < weight.ins else None
@@ -99,9 +99,24 @@ class Quantiser(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         self.quantization_config.check()
+        self._expected = {}
+        names = names_of(model)
         for layout in self.quantization_config.layouts:
             for name in layout["layers"]:
-                replace(model, _linear(model, name), _empty(_linear(model, name), layout))
+                module = _linear(model, name)
+                layer = _empty(module, layout)
+                self._expected[name] = _shapes(layer)
+                replace(model, names[id(module)], layer)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        """Compare shapes, as some versions of transformers do not for quantised layers."""
+        for name, expected in self._expected.items():
+            found = _shapes(model.get_submodule(name))
+            if found != expected:
+                raise ValueError(
+                    f"{name} has tensors of the shapes {found}; expected {expected}. The file is damaged or "
+                    "belongs to another model"
+                )
 
     def is_serializable(self, **_: Any) -> bool:
         return True
@@ -118,15 +133,20 @@ def mark_as_quantised(model: PreTrainedModel) -> None:
     vars(model).update(hf_quantizer=Quantiser(config), quantization_method=METHOD)
 
 
-def replace(model: PreTrainedModel, module: nn.Module, by: nn.Module) -> None:
-    """Replace a module wherever it occurs in a model. Parameters tied to it are tied no longer."""
-    by.train(module.training)
-    names = []
-    for path, parent in model.named_modules():
-        for name, child in parent.named_children():
-            if child is module:
-                parent._modules[name] = by
-                names.append(f"{path}.{name}" if path else name)
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each module, by its id. A module may occur in several places."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), []).append(name)
+    return found
+
+
+def replace(model: PreTrainedModel, names: list[str], by: nn.Module) -> None:
+    """Replace the module of these names. Parameters that are tied to its own are tied no longer."""
+    by.eval()
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        model.get_submodule(parent)._modules[last] = by
     tied: dict[str, str] = model.all_tied_weights_keys
     for pair in list(tied.items()):
         if any(each.startswith(f"{name}.") for each in pair for name in names):
@@ -146,6 +166,10 @@ def _linear(model: PreTrainedModel, name: Any) -> Any:
             f"quantization_config.layouts names {name!r}, which is no linear layer of {type(model).__name__}"
         )
     return module
+
+
+def _shapes(layer: nn.Module) -> dict[str, list[int]]:
+    return {name: [*tensor.shape] for name, tensor in layer.named_buffers()}
 
 
 def _empty(module: Any, layout: dict[str, Any]) -> QuantisedLinear:

@@ -39,6 +39,7 @@ def _read(packed: Tensor, state: Any) -> QuantisedWeight:
             own.
     """
     outs, ins = state.shape
+    expect(state.blocksize > 0, "blocks of weights")
     values = packed.contiguous().view(torch.uint8).flatten()
     expect(len(values) * 2 == outs * ins, "a code per weight")
     expect(ins % state.blocksize == 0, "blocks that end with a row")
@@ -47,8 +48,9 @@ def _read(packed: Tensor, state: Any) -> QuantisedWeight:
     if state.nested:
         outer = state.state2
         expect(len(outer.code) == 256 and scales.dtype == torch.uint8, "scales of 8 bits")
+        expect(outer.blocksize > 0, "blocks of scales")
         per_scale = outer.absmax.repeat_interleave(outer.blocksize)[: len(scales)]
-        expect(len(per_scale) == len(scales), "a scale per 256 scales")
+        expect(len(per_scale) == len(scales), "a scale per block of scales")
         scales = outer.code[scales.long()] * per_scale + state.offset
     expect(scales.numel() * state.blocksize == outs * ins, "a scale per block")
     return grouped(

@@ -27,13 +27,13 @@ def read(module: nn.Module) -> Source | None:
         or weights.num_bits not in (8, 4)
         or scheme.input_activations is not None
         or scheme.output_activations is not None
-        or weights.actorder not in (None, "static", "weight")
+        or getattr(weights, "actorder", None) not in (None, "static", "weight")
     ):
         return None
     found = {name: module._parameters.get(name) for name in _NAMES}
     tensors: dict[str, Tensor] = {name: each for name, each in found.items() if each is not None}
     stored = tensors.get("weight_packed", tensors.get("weight"))
-    if stored is None or stored.is_floating_point():
+    if stored is None or stored.is_floating_point() or "weight_scale" not in tensors:
         return None
     shape = (module.out_features, module.in_features)
     return Source([*tensors.values()], lambda: _read(shape, weights, tensors))
@@ -57,6 +57,7 @@ def _read(shape: tuple[int, int], weights: Any, tensors: dict[str, Tensor]) -> Q
         scales = scales.reshape(1, 1).expand(outs, 1)
     else:
         expect(weights.strategy in ("channel", "group"), "a scale per output or group")
+        expect(scales.ndim == 2, "weight_scale [outs, groups]")
     packed, zeros = tensors.get("weight_packed"), tensors.get("weight_zero_point")
     if packed is None:
         codes = tensors["weight"]
@@ -69,7 +70,8 @@ def _read(shape: tuple[int, int], weights: Any, tensors: dict[str, Tensor]) -> Q
         expect(zeros.shape == (-(-outs * bits // 32), scales.shape[1]), "packed zero points")
         zeros = unpacked(zeros.T, bits)[:, :outs].T
     elif zeros is not None:
-        expect(zeros.dtype == torch.int8, "int8 zero points")
+        each = (scales.shape[1], outs * scales.shape[1])
+        expect(zeros.dtype == torch.int8 and zeros.numel() in each, "int8 zero points")
         zeros = zeros.reshape(-1, scales.shape[1]).expand(outs, -1).to(torch.int16) + middle
     expect(weights.symmetric or zeros is not None, "zero points")
     size = weights.group_size if weights.strategy == "group" else ins

@@ -96,12 +96,6 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
         ``[..., words * 32 / bits]`` uint8.
     """
     expect(words.dtype == torch.int32 and words.ndim > 0, "int32 words")
-    values = words.contiguous().view(
-        torch.uint8
-    )  # little-endian, like every processor that torch runs on
-    return values if bits == 8 else nibbles(values)
-
-
-def nibbles(values: Tensor) -> Tensor:
-    """Split ``[..., n]`` bytes into ``[..., 2 n]`` numbers of 4 bits, the low half first."""
-    return torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)
+    # The lowest byte comes first on every processor that the ops support.
+    values = words.contiguous().view(torch.uint8)
+    return values if bits == 8 else torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)

@@ -42,7 +42,9 @@ def _integers(weight: Any) -> QuantisedWeight:
     expect(
         codes.dtype == torch.int8 and high in (1, outs) and size > 0, "int8 codes, blocks of rows"
     )
-    blocks = (-(-outs // high), -(-ins // size))
+    blocks = (outs // high, -(-ins // size))
+    expect(scales.numel() == blocks[0] * blocks[1], "a scale per block")
+    expect(zeros is None or zeros.numel() == scales.numel(), "a zero point per scale")
     scales = scales.reshape(blocks).expand(outs, -1)
     zeros = None if zeros is None or not zeros.any() else zeros.reshape(blocks).expand(outs, -1)
     if str(getattr(weight, "target_dtype", None)) == "torch.int4":
@@ -58,18 +60,22 @@ def _packed_for_cpu(weight: Any) -> QuantisedWeight:
     The order is private. The product of the unit matrix, with scales of one, returns the codes less 8. A
     weight is ``(code - 8) * scale + zero``, with ``scale_and_zero [groups, outs, 2]``.
     """
-    outs, ins = weight.shape
+    (outs, ins), packed = weight.shape, weight.qdata
     pairs, size = weight.scale_and_zero, weight.block_size[1]
-    expect(pairs.shape == (-(-ins // size), outs, 2), "a scale and a zero per group")
+    # The product reads memory by these sizes without a check of all of them.
+    expect(packed.dtype == torch.uint8 and packed.is_contiguous(), "packed bytes")
+    expect(packed.shape == (outs, ins // 2) and ins % 2 == 0, "a byte per two codes")
+    expect(size in (32, 64, 128, 256) and ins % size == 0, "whole groups")
+    expect(pairs.shape == (ins // size, outs, 2), "a scale and a zero per group")
     units = torch.zeros_like(pairs, dtype=torch.float32)
     units[..., 0] = 1
     codes = torch.empty(outs, ins, dtype=torch.int8)
     for first in range(0, ins, _AT_ONCE):
         rows = torch.eye(min(_AT_ONCE, ins - first), ins)
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows.roll(first, dims=1), weight.qdata, size, units
+            rows.roll(first, dims=1), packed, size, units
         )
-        codes[:, first : first + len(rows)] = product.T[:outs].to(torch.int8)
+        codes[:, first : first + len(rows)] = product.T.to(torch.int8)
     scales, zeros = pairs.float().permute(1, 0, 2).unbind(-1)
     return grouped(codes + 8, scales, zeros - 8 * scales, size, 4)
 
