@@ -93,6 +93,7 @@ def test_a_head_is_trained_from_files_and_adapted(files, tmp_path):
         torch.testing.assert_close(changed.tensors[name], tensor)
 
 
+@pytest.mark.slow
 def test_old_texts_are_mixed_in_and_a_recipe_repeats_the_run(files, tmp_path):
     """A part of the old texts is held out. The saved recipe has the same result; a command wins over it."""
     save_draft(assets.load_head(), tmp_path / "old", target=assets.load_target())
@@ -130,6 +131,7 @@ def test_bad_recipe_files_are_refused(recipe, message, files, tmp_path):
     assert result.exit_code == 2 and message in words(result.output), result.output
 
 
+@pytest.mark.slow
 def test_texts_are_read_from_parquet_and_from_the_hub(files, tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow needs Python 3.11")
     rows = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()]
@@ -167,6 +169,7 @@ def test_regenerated_answers_and_dumped_hidden_states_are_written(files, tmp_pat
     assert answers.exists() and list(dump.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
     """A dump does not contain the texts that are sampled for the evaluation."""
     for seed in (0, 1):

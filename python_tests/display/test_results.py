@@ -40,6 +40,7 @@ from specdec_ext.display.results import MAX_LINE
 from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import Series
 from specdec_ext.evaluate.benchmark.latency import Latency
+from specdec_ext.evaluate.benchmark.served import ServedSeries
 from specdec_ext.evaluate.breakdown import PARTS, Breakdown, Part
 from specdec_ext.evaluate.calibrate import Calibration, Trial
 from specdec_ext.evaluate.speedup import Speedup
@@ -163,6 +164,16 @@ RESULTS = {
     "hostile report": lambda: report(SCRIPT),
     "series": lambda: report().series["specdec x"],
     "empty series": lambda: Series("x"),
+    "series of a server": lambda: ServedSeries(
+        "x",
+        [1.0, 2.0],
+        new_tokens=[8, 8],
+        latencies=[Latency(0.2, (0.004, 0.008), (1, 4, 4), 9, 2)] * 2,
+        answers=[["a b c d e"], ["f g h i"]],
+        throughput=[9.0, 8.0],
+        requests=2,
+    ),
+    "empty series of a server": lambda: ServedSeries("x"),
     "speedup": lambda: Speedup(1.5, 0.9, 2.0),
     "hostile breakdown": lambda: Breakdown(
         tuple(Part(name, 123456.7, 12.5) for name in PARTS), 5, 1.5, SCRIPT, "a machine | " * 12

@@ -11,7 +11,7 @@ HOST_DRAFTERS = ["none", "ngram", "head chain", "head tree"]
 @pytest.fixture(scope="module")
 def cases():
     """``(drafter, batch, text) -> numbers``."""
-    found = count_round.run([count_round.bundled_world()], HOST_DRAFTERS, new_tokens=40)
+    found = count_round.run([count_round.bundled_world()], HOST_DRAFTERS, new_tokens=24)
     return {(case.drafter, case.batch, case.text): case.row() for case in found}
 
 

@@ -57,8 +57,8 @@ def rounded(
     size = min(group_size or ins, ins)
     whole = ins - ins % size
     stored = torch.bfloat16 if symmetric and size < ins else torch.float32
-    codes = torch.empty(outs, ins, dtype=torch.int8)
-    scales = torch.empty(outs, -(-ins // size), dtype=torch.float32)
+    codes = torch.empty(outs, ins, dtype=torch.int8, device=matrix.device)
+    scales = torch.empty(outs, -(-ins // size), dtype=torch.float32, device=matrix.device)
     offsets = None if symmetric else torch.empty_like(scales)
     squared_error = squares = 0.0
     step = max(1, _AT_ONCE // ins)

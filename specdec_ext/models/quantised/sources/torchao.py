@@ -69,9 +69,9 @@ def _packed_for_cpu(weight: Any) -> QuantisedWeight:
     expect(pairs.shape == (ins // size, outs, 2), "a scale and a zero per group")
     units = torch.zeros_like(pairs, dtype=torch.float32)
     units[..., 0] = 1
-    codes = torch.empty(outs, ins, dtype=torch.int8)
+    codes = torch.empty(outs, ins, dtype=torch.int8, device=packed.device)
     for first in range(0, ins, _AT_ONCE):
-        rows = torch.eye(min(_AT_ONCE, ins - first), ins)
+        rows = torch.eye(min(_AT_ONCE, ins - first), ins, device=packed.device)
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(
             rows.roll(first, dims=1), packed, size, units
         )
