@@ -7,6 +7,7 @@
     python profiling generate --prompts random           # unpredictable text
     python profiling generate --target 500m --context 128 --context 4096 --count 3 --acceptance 3.5
     python profiling generate --weights int4             # of the target; Hugging Face computes with the same
+    python profiling generate --busy 1 --threads 2       # beside a process that never rests
 
 - Contestants continue every prompt in turn. The median of the calls with a prompt is used; ratios compare
   medians over prompts with Hugging Face ``generate``. All texts have one length, because end-of-sequence
@@ -31,7 +32,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -201,6 +205,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     many: dict[str, Any] = {"action": "append", "default": []}
     given.add_argument("--target", choices=(BUNDLED, *SHAPES), default=BUNDLED)
     given.add_argument("--dtype", default="float32")
+    given.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile (0)")
     given.add_argument("--weights", choices=("int8", "int4"), help="of the target, on the CPU")
     add_device(given)
     given.add_argument("--batch", type=int, **many, help="default 1; may be repeated")
@@ -242,6 +247,18 @@ def contestants_for(
     return random_contestants(options.target, models[0], shared, lengths, options.depth, recorded)
 
 
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run so many processes that never wait, as others would use a shared machine."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     kind, settings = getattr(torch, options.dtype), {"target": options.target}
@@ -257,6 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.weights:
         specdec_ext.quantize(model, options.weights)
         settings["weights"] = options.weights
+    if options.busy:
+        settings["busy processes"] = str(options.busy)
     console = Console(width=150, highlight=False)
     reports = []
     contexts = [None] if is_bundled else options.context or [128]
@@ -273,7 +292,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             prompts = random_prompts(vocab_size, rows, length, options.count, device)
             settings["context"] = str(length)
-        with benchmark.endless(*models):
+        with benchmark.endless(*models), busy_processes(options.busy):
             contestants = {name: makers[name](prompts) for name in names}
             report = benchmark.race(
                 model, contestants, prompts, shared, options.repeats, settings=settings
