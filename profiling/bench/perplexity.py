@@ -20,7 +20,6 @@ import specdec_ext
 from bench.runner import Results, Row, parse, table_parser
 from specdec_ext import assets
 from specdec_ext.evaluate.machine import machine_line
-from specdec_ext.models.quantised.linear import QuantisedLinear
 
 # Name -> dtype of the model and the arguments of quantize, None for weights as they are.
 FORMATS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
@@ -47,7 +46,7 @@ COLUMNS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(table_parser(__doc__, 1, "ignored: the result is always the same"), arguments)
+    options = parse(table_parser(__doc__), arguments)
     tokenizer = assets.load_tokenizer()
     texts = [
         tokenizer(each["prompt"], return_tensors="pt").input_ids
@@ -56,12 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Row] = []
     choices: list[Tensor] = []
     for name, (dtype, arguments_of_quantize) in FORMATS.items():
-        model = assets.load_target(dtype)
+        model, bits = assets.load_target(dtype), 8.0 * dtype.itemsize
         if arguments_of_quantize is not None:
             specdec_ext.quantize(model, **arguments_of_quantize)
+            bits = specdec_ext.QuantisationReport.of(model).bits_per_weight
         loss, chosen = scored(model, texts)
         choices.append(chosen)
-        row = {"weights": name, "bits": bits_per_weight(model), "perplexity": math.exp(loss)}
+        row = {"weights": name, "bits": bits, "perplexity": math.exp(loss)}
         row["agreement"] = float((chosen == choices[0]).float().mean())
         rows.append(row)
         row["increase"] = row["perplexity"] / rows[0]["perplexity"] - 1
@@ -80,12 +80,3 @@ def scored(model: Any, texts: list[Tensor]) -> tuple[float, Tensor]:
             total += float(F.cross_entropy(logits, text[0, 1:], reduction="sum"))
             chosen.append(logits.argmax(-1))
     return total / sum(map(len, chosen)), torch.cat(chosen)
-
-
-def bits_per_weight(model: Any) -> float:
-    """Bits of the linear layers per weight, scales included."""
-    layers = [
-        each for each in model.modules() if isinstance(each, (torch.nn.Linear, QuantisedLinear))
-    ]
-    numbers = sum(each.in_features * each.out_features for each in layers)
-    return 8 * sum(each.weight.nbytes for each in layers) / numbers

@@ -176,19 +176,27 @@ def _cell(column: str | Callable[[Row], str], row: Row) -> str:
 
 
 def parser(
-    description: str | None, repeats: int, unit: str, writes: str = "OUT.json and OUT.md"
+    description: str | None,
+    repeats: int | None,
+    unit: str,
+    writes: str = "OUT.json and OUT.md",
 ) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
+    """A parser with the options that all benchmarks have; no ``--repeats`` if nothing is repeated."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--repeats", type=int, default=repeats, help=f"{unit} (default {repeats})")
+    if repeats is not None:
+        made.add_argument(
+            "--repeats", type=int, default=repeats, help=f"{unit} (default {repeats})"
+        )
     made.add_argument("--threads", type=int, help="threads of torch and of the CPU ops")
     made.add_argument("--out", type=Path, help=f"write {writes}")
     return made
 
 
-def table_parser(description: str | None, repeats: int, unit: str) -> argparse.ArgumentParser:
+def table_parser(
+    description: str | None, repeats: int | None = None, unit: str = ""
+) -> argparse.ArgumentParser:
     """A parser for benchmarks whose rows are :class:`Results`."""
     made = parser(description, repeats, unit)
     made.add_argument("--add", action="store_true", help="keep rows of OUT.json not measured now")

@@ -14,7 +14,7 @@ constexpr int64_t kBlockRows = 2;
 SPECDEC_TARGET_AVX2 void transpose_block(const float* const* rows, int64_t dim, float* out) {
   for (int64_t row = 0; row < kBlock; row += 8) {
     for (int64_t d = 0; d < kBlock; d += 8) {
-      transpose_8x8(rows + row, dim + d, out + d * kTileKeys + row, kTileKeys);
+      Transposes::transpose(rows + row, dim + d, out + d * kTileKeys + row, kTileKeys);
     }
   }
 }

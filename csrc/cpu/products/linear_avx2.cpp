@@ -14,7 +14,7 @@
 namespace specdec::cpu {
 namespace {
 
-struct Avx2 {
+struct Avx2 : Transposes {
   using Vector = __m256;
   static constexpr int kParts = 2;
   static constexpr int kPanelRows = 2;
@@ -25,14 +25,6 @@ struct Avx2 {
   SPECDEC_LINEAR_INLINE static void store_lanes(Vector v, float* p) { _mm256_store_ps(p, v); }
 
   SPECDEC_LINEAR_INLINE static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
-  SPECDEC_LINEAR_INLINE static void transpose(const float* const* rows, int64_t column, float* out,
-                                              int64_t stride) {
-    transpose_8x8(rows, column, out, stride);
-  }
-  SPECDEC_LINEAR_INLINE static void transpose_split(const float* const* rows, int64_t column,
-                                                    float* out, int64_t stride) {
-    transpose_split_8x8(rows, column, out, stride);
-  }
 
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][2], float* out) {
     __m256 by8[4];

@@ -21,7 +21,7 @@ namespace specdec::cpu {
 namespace {
 
 // At most 24 of the 32 registers hold sums.
-struct Avx512 {
+struct Avx512 : Transposes {
   using Vector = __m512;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 8;
@@ -36,14 +36,6 @@ struct Avx512 {
   SPECDEC_LINEAR_INLINE static void store_lanes(Vector v, float* p) { _mm512_store_ps(p, v); }
 
   SPECDEC_LINEAR_INLINE static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
-  SPECDEC_LINEAR_INLINE static void transpose(const float* const* rows, int64_t column, float* out,
-                                              int64_t stride) {
-    transpose_8x8(rows, column, out, stride);
-  }
-  SPECDEC_LINEAR_INLINE static void transpose_split(const float* const* rows, int64_t column,
-                                                    float* out, int64_t stride) {
-    transpose_split_8x8(rows, column, out, stride);
-  }
 
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
     const __m512 a = four[0][0], b = four[1][0], c = four[2][0], d = four[3][0];

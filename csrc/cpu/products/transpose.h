@@ -59,18 +59,21 @@ struct StoreSplitPairs {
   }
 };
 
-// out[j * stride + i] = rows[i][column + j]
-SPECDEC_TRANSPOSE_INLINE void transpose_8x8(const float* const* rows, int64_t column, float* out,
-                                            int64_t stride) {
-  transpose_words(rows, column, StoreWords{out, stride});
-}
+// What the formats of linear_kernel.h need of it.
+struct Transposes {
+  // out[j * stride + i] = rows[i][column + j]
+  SPECDEC_TRANSPOSE_INLINE static void transpose(const float* const* rows, int64_t column,
+                                                 float* out, int64_t stride) {
+    transpose_words(rows, column, StoreWords{out, stride});
+  }
 
-// The same for pairs of bfloat16: the second of pair j becomes float32 in row 2 j, the first in row
-// 2 j + 1.
-SPECDEC_TRANSPOSE_INLINE void transpose_split_8x8(const float* const* rows, int64_t column,
-                                                  float* out, int64_t stride) {
-  transpose_words(rows, column, StoreSplitPairs{out, stride});
-}
+  // The same for pairs of bfloat16: the second of pair j becomes float32 in row 2 j, the first in
+  // row 2 j + 1.
+  SPECDEC_TRANSPOSE_INLINE static void transpose_split(const float* const* rows, int64_t column,
+                                                       float* out, int64_t stride) {
+    transpose_words(rows, column, StoreSplitPairs{out, stride});
+  }
+};
 
 #undef SPECDEC_TRANSPOSE_INLINE
 

@@ -16,9 +16,8 @@ class HuggingFace(Program):
     package = "transformers"
     formats: ClassVar = {"f32": Format("float32", 4), "bf16": Format("bfloat16", 2)}
     ways: ClassVar = {PLAIN: True, LOOKUP: False}
-    computes_in: ClassVar[
-        dict[str, str]
-    ] = {}  # formats that are no dtypes -> the dtype of the rest
+    # Formats that are no dtypes -> the dtype of the rest.
+    computes_in: ClassVar[dict[str, str]] = {}
 
     def __init__(self, files: Path, format: str, way: str, threads: int):
         import torch

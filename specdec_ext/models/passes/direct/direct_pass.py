@@ -25,8 +25,8 @@ from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
 from specdec_ext.models.passes.attention import TreeBlock
 from specdec_ext.models.passes.direct.families import Family
 from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks
-from specdec_ext.models.passes.linears import matrix_of
 from specdec_ext.ops.decoder_layers import DecoderForm
+from specdec_ext.ops.quantise import QuantisedWeight
 
 # Kinds of passes.
 PROMPT, TREE = "prompt", "tree"
@@ -73,7 +73,8 @@ class DirectPass:
     weights: list[Tensor]
     scales: list[Tensor]
     levels: Tensor | None
-    head: nn.Module
+    head: Tensor | QuantisedWeight
+    head_bias: Tensor | None
     logits_divisor: float | None
     logits_cap: float | None
     windows: list[int]
@@ -144,9 +145,7 @@ class DirectPass:
             self.form,
         )
         scored = output if kept is None else output[:, kept]
-        weight, bias = matrix_of(self.head)
-        assert weight is not None  # it had one when this pass was made
-        logits = ops.linear(scored, weight, bias)
+        logits = ops.linear(scored, self.head, self.head_bias)
         if self.logits_divisor is not None:
             logits = logits / self.logits_divisor
         if self.logits_cap is not None:  # torch's tanh has the same bits in passes of all sizes

@@ -155,7 +155,7 @@ def _described(
         rotations,
         *_in_order(found, form.tensors, _vectors(final)),
         codes[0].levels if codes else None,
-        model.lm_head,
+        *_matrix(model.lm_head),
         value(config, family.logits_divisor),
         value(config, family.logits_cap),
         _windows(decoder, family),
@@ -261,14 +261,19 @@ def _vectors(norm: nn.Module) -> tuple[Tensor, Tensor]:
     return weight, weight.new_empty(0) if bias is None else bias
 
 
+def _matrix(module: nn.Module) -> tuple[Tensor | QuantisedWeight, Tensor | None]:
+    weight, bias = matrix_of(module)
+    if weight is None:
+        raise KeyError("weight")
+    return weight, bias
+
+
 def _weights(layer: Any, family: Family) -> dict[str, Tensor | QuantisedWeight]:
     """Return what a layer has of ``LAYER_TENSORS``."""
     found: dict[str, Tensor | QuantisedWeight] = {}
     for name, path in family.modules.items():
         module = layer.get_submodule(path)
-        weight, bias = matrix_of(module) if name in LAYER_MATRICES else _vectors(module)
-        if weight is None:
-            raise KeyError(name)
+        weight, bias = _matrix(module) if name in LAYER_MATRICES else _vectors(module)
         found[name] = weight
         if bias is not None:
             found[f"{name}_bias"] = bias
