@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from bench import stopwatch
@@ -284,14 +285,13 @@ def fakes(workers, monkeypatch):
         return Path(sys.executable)
 
     named = {"counting": Counting, "short": Short, "dying": Dying, "absent": Counting}
-    for name in [*PROGRAMS]:
-        monkeypatch.delitem(PROGRAMS, name)
-    for name, program in named.items():
-        monkeypatch.setitem(PROGRAMS, name, program)
     monkeypatch.setattr(race, "OWN", ())
     monkeypatch.setattr(race, "python_of", python_of)
     monkeypatch.setitem(stopwatch.LARGE, "cpu", 1 << 16)
     monkeypatch.setattr(stopwatch, "last_level_cache_bytes", lambda device: 1 << 16)
+    # monkeypatch would put the programs back in another order.
+    with patch.dict(PROGRAMS, named, clear=True):
+        yield
 
 
 def test_a_run_measures_what_works_and_names_what_does_not(fakes, tmp_path, capfd):
