@@ -25,6 +25,7 @@ from specdec_ext.cli.plan import plan
 from specdec_ext.cli.serve import serve
 from specdec_ext.cli.train import train
 from specdec_ext.cli.version import version
+from specdec_ext.cli.watch import watch
 from specdec_ext.display import disable_progress, enable_progress
 
 __all__ = ["app"]
@@ -76,6 +77,7 @@ COMMANDS = (
     breakeven,
     check,
     serve,
+    watch,
     inspect,
     plan,
     keywords,

@@ -13,12 +13,12 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from specdec_ext.display.text import one_line
 from specdec_ext.evaluate.benchmark.prompts import Question
 from specdec_ext.evaluate.benchmark.reply import MAX_MESSAGE, Reply, message_of, parsed
 from specdec_ext.heads.checkpoints.config.fields import shown
+from specdec_ext.preflight.address import Address
 from specdec_ext.preflight.extras import require
 from specdec_ext.serve import names
 from specdec_ext.stats import SpeculationStats
@@ -73,16 +73,9 @@ class Server:
         self, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 600
     ):
         http = require("httpx2", "--url")
-        try:
-            parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
-        self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        self._origin = f"{parts.scheme}://{parts.netloc}"
-        self._base = self._origin + (parts.path.rstrip("/") or "/v1")
+        address = Address.parse(url, "--url")
+        self.name, self._origin = address.name, address.origin
+        self._base = self._origin + (address.path or "/v1")
         self.model, self.is_ours = model, False
         self.endpoint, self.fields = COMPLETIONS, list(OPTIONAL)
         self._timeout = timeout
