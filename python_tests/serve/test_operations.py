@@ -33,7 +33,7 @@ from helpers.serving import (
 from specdec_ext import assets
 from specdec_ext.engine import Engine
 from specdec_ext.engine.loop import EngineLoop
-from specdec_ext.rollout.lock import ReferenceAcceptance
+from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 from specdec_ext.serve.app import create_app
 from specdec_ext.serve.logs import configure
 from specdec_ext.serve.service import Settings
@@ -358,6 +358,15 @@ def test_metrics_have_the_times_of_the_controller_and_the_acceptance_in_the_lock
             if metric == f"specdec:reference_{name}_per_pos"
         }
         assert shown == {f"position={position}": count for position, count in counts.items()}
+
+
+def test_a_server_with_a_lock_exports_its_reference(tmp_path):
+    reference = ReferenceAcceptance(1000, 3000, (800, 600), 1200, 2600)
+    lock = PairLock.of(target(), "ngram", reference=reference).save(tmp_path / "pair.lock")
+    with serve_command(tmp_path, "--drafter", "ngram", "--lock", str(lock)) as (_, url, _log):
+        found = samples(httpx.get(url.replace("/v1", "/metrics")).text)
+    assert found["specdec:reference_reached_per_pos", "position=1"] == 800
+    assert found["specdec:reference_accepted_per_pos", "position=1"] == 600
 
 
 def test_gauges_show_the_load(server, monkeypatch):

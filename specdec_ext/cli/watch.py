@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specdec_ext.cli.shared.common import user_errors
+from specdec_ext.cli.shared.lock import read_lock
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.watch.limits import LIMITS
 
@@ -123,10 +124,10 @@ def _reference(lock: Path) -> Reference:
     Raises:
         ValueError: if it has none.
     """
-    from specdec_ext.rollout.lock import PairLock
     from specdec_ext.watch.judge import Reference
 
-    known = PairLock.load(lock).reference
+    locked = read_lock(lock)
+    known = locked and locked.reference
     if known is None or not known.accepted_per_position:
         raise ValueError(
             f"--lock {lock} has no acceptance, because its pair was not measured; specdec rollout measures it"

@@ -328,13 +328,16 @@ class PairLock(Summarised):
             "versions": dict(self.versions),
         }
 
-    def differences(self, target: Target | None, draft: Draft = "auto") -> list[str]:
+    def differences(
+        self, target: Target | None, draft: Draft = "auto", speculation: str | None = None
+    ) -> list[str]:
         """A sentence for each difference between the lock and a pair; [] for the locked one.
 
         Args:
             target: as for :meth:`of`; None compares the draft alone.
             draft: as for :meth:`of`. If the target is a loaded model, or this is a drafter, the kind of the
                 drafter is compared, too.
+            speculation: ``"auto"`` or ``"fixed"``; None does not compare it.
 
         Raises:
             ValueError, OSError: as :meth:`of`.
@@ -351,19 +354,23 @@ class PairLock(Summarised):
             found.append(f"there is no draft with files, such as {self.draft.described}")
         elif files is not None:
             found.append(f"draft {files.described} is not part of the lock")
+        if speculation not in (None, self.speculation):
+            found.append(f"speculation is {speculation}, not {self.speculation}")
         return found
 
-    def verify(self, target: Target | None, draft: Draft = "auto") -> None:
+    def verify(
+        self, target: Target | None, draft: Draft = "auto", speculation: str | None = None
+    ) -> None:
         """Refuse any pair but the locked one.
 
         Args:
-            target, draft: as for :meth:`differences`.
+            target, draft, speculation: as for :meth:`differences`.
 
         Raises:
             ValueError: with all differences; or as :meth:`of`.
             OSError: as :meth:`of`.
         """
-        if found := self.differences(target, draft):
+        if found := self.differences(target, draft, speculation):
             raise ValueError(f"this is not the locked pair: {'; '.join(found)}")
 
     def summary(self) -> str:
