@@ -127,7 +127,7 @@ def _reference(lock: Path) -> Reference:
     from specdec_ext.watch.judge import Reference
 
     locked = read_lock(lock)
-    known = locked and locked.reference
+    known = None if locked is None else locked.reference
     if known is None or not known.accepted_per_position:
         raise ValueError(
             f"--lock {lock} has no acceptance, because its pair was not measured; specdec rollout measures it"
