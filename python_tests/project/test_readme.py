@@ -97,6 +97,7 @@ SHORT = {
     "bench": "--prompts {texts} --max-new-tokens 4 --repeats 1",
     "breakeven": "--max-new-tokens 8",
     "check": "--prompts {texts} --max-new-tokens 4",
+    "watch": "--once --window 0.2 --interval 0.1",
     "train": "--updates 1 --batch-size 2 --max-length 48 --steps 2 --max-new-tokens 8 --work {new}",
 }
 NUMBERS = re.compile(r"\d{4,}")  # sizes that are too large for the bundled model
@@ -117,6 +118,7 @@ def test_every_command_runs(command, tmp_path):
     model, head = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
     stand_for = {"MODEL": model, "TARGET": "bundled", "PATH": head, "FILE": str(texts)}
     stand_for |= {"FOLDER": str(tmp_path / "out"), "text.txt": str(prompts)}
+    stand_for["pair.lock"] = str(ROOT / "deploy" / "kustomize" / "overlays" / "gpu" / "pair.lock")
     words = []
     for word in command:
         before = words[-1] if words else ""
@@ -129,9 +131,10 @@ def test_every_command_runs(command, tmp_path):
         words.append(NUMBERS.sub("512", stand_for.get(word, word)))
     extra = SHORT.get(command[0], "").format(texts=prompts, new=tmp_path / "work")
     with ExitStack() as stack:
-        if "--url" in words:
-            from helpers.serving import serving
+        for place, word in enumerate(words):
+            if word.startswith("http://127.0.0.1:"):
+                from helpers.serving import serving
 
-            words[words.index("--url") + 1] = stack.enter_context(serving()).url
+                words[place] = stack.enter_context(serving()).url
         result = CliRunner().invoke(app, [*words, *extra.split()])
     assert result.exit_code == 0, result.output
