@@ -148,10 +148,24 @@ def test_what_is_refused(server, metrics, arguments, message):
     assert "Traceback" not in result.output
 
 
-def test_addresses_and_locks_that_are_refused(server, tmp_path):
-    result = run("watch", "127.0.0.1:8000", columns=300)
-    assert result.exit_code == 2
-    assert "URL 127.0.0.1:8000: expected an address such as" in words(result.output)
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8000", "ftp://x", "http://", "http://[::1", "http://x:99999", "http://xn--€..x"],
+)
+def test_addresses_that_are_refused(url):
+    result = run("watch", url, "--once", columns=300)
+    assert result.exit_code == 2, result.output
+    assert url in words(result.output) and "Traceback" not in result.output
+
+
+def test_a_password_is_not_shown(server):
+    url = server.url.replace("://", "://me:secret@")
+    for metrics in (None, "", page(**WELL)):
+        server.metrics = metrics
+        assert "secret" not in run("watch", url, "--once").output
+
+
+def test_a_lock_without_acceptance_is_refused(server, tmp_path):
     empty = lock(tmp_path, None)
     result = run("watch", server.url, "--lock", empty, columns=300)
     assert result.exit_code == 2 and "has no acceptance, because its pair was not" in words(

@@ -139,6 +139,13 @@ def test_a_page_that_never_ends_is_not_read(server, clock, monkeypatch):
         assert looking.look().summary().endswith("the page is longer than 100 bytes")
 
 
+def test_a_page_that_takes_too_long_is_not_awaited(server, clock):
+    server.metrics = counts(1)
+    with watcher(server, clock, timeout=1e-9) as looking:
+        (verdict,) = looking.look().verdicts
+    assert verdict.state == "critical"
+
+
 def test_a_page_behind_a_path(server, clock):
     server.metrics = counts(1)
     for path in ("", "/", "/v1", "/metrics"):

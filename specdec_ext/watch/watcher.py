@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 from specdec_ext.display.text import one_line
 from specdec_ext.preflight.address import Address
@@ -56,9 +55,11 @@ class Watcher:
         address = Address.parse(url, "URL")
         path = address.path if address.path.endswith("/metrics") else "/metrics"
         self.url, self._page = address.name, f"{address.origin}{path}"
+        self._place = f"{address.name}{path}"  # for messages: the other one may have a password
         self._model, self._reference, self._limits = model, reference, limits
         self._clock, self._sleep = clock, sleep
         self._unreachable = (http.HTTPError, http.StreamError, OSError)
+        self._invalid, self._timeout = http.InvalidURL, timeout
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = http.Client(headers=headers, timeout=timeout)
         self._history = History(limits.window_seconds)
@@ -67,12 +68,7 @@ class Watcher:
     def __enter__(self) -> Watcher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._http.close()
 
     def looks(self, interval: float, seconds: float | None = None) -> Iterator[Report]:
@@ -120,13 +116,15 @@ class Watcher:
         """The metrics now; a report if there are none, though there may have been before."""
         try:
             page = self._answer()
+        except self._invalid as error:
+            raise ValueError(f"{self._place}: {one_line(str(error))}") from error
         except self._unreachable as error:
             return self._failed(f"{type(error).__name__} {error}")
         try:
             self._last = read(page, self._clock(), self._model)
         except ValueError as error:
             if self._last is None:
-                raise ValueError(f"{self._page}: {error}") from error
+                raise ValueError(f"{self._place}: {error}") from error
             return self._failed(str(error))
         return self._last
 
@@ -136,17 +134,19 @@ class Watcher:
         Raises:
             ValueError: if there is none at this address, and never was.
         """
-        raw = b""
+        raw, began = b"", time.monotonic()
         with self._http.stream("GET", self._page) as answer:
             if answer.status_code != 200:
                 told = f"status {answer.status_code}"
                 if self._last is None and answer.status_code < 500:
-                    raise ValueError(f"{self._page}: {told}; expected a page of metrics")
+                    raise ValueError(f"{self._place}: {told}; expected a page of metrics")
                 raise ConnectionError(told)
             for part in answer.iter_bytes():
                 raw += part
                 if len(raw) > MAX_BYTES:
                     raise ConnectionError(f"the page is longer than {MAX_BYTES} bytes")
+                if time.monotonic() - began > self._timeout:
+                    raise ConnectionError(f"no complete page within {self._timeout:g} seconds")
         return raw.decode("utf-8", "replace")
 
     def _failed(self, reason: str) -> Report:
