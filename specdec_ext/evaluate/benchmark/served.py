@@ -206,7 +206,8 @@ def compare_contestants(
     servers = list(dict.fromkeys(each.server for each in contestants.values()))
     cells = list(product(streams, temperatures))
     measured = _measured(contestants, asked, cells, max_new_tokens, repeats)
-    reports, lost, failing = [], [], set()
+    reports, lost = [], []
+    failing: set[str] = set()
     reference: ServedSeries | None = None  # greedy texts do not depend on the number of streams
     for (number, temperature), turns in zip(cells, measured, strict=True):
         settings = {
