@@ -2,7 +2,8 @@
 
 Prompts are resampled with replacement, and everything that belongs to a prompt stays together: all of its
 requests and tokens, of the candidate and of the baseline. So a prompt that is slow for both does not widen an
-interval, and the tokens of a request do not count as independent.
+interval, and the tokens of a request do not count as independent. What changes from turn to turn for all
+prompts alike, such as other work on the machine, is not in the interval.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from specdec_ext.evaluate.benchmark import latency
 from specdec_ext.evaluate.benchmark.served import ServedSeries
-from specdec_ext.evaluate.speedup import CONFIDENCE, RESAMPLES
+from specdec_ext.evaluate.speedup import CONFIDENCE, RESAMPLES, bootstrap
 
 FEWEST_PROMPTS = 8  # with fewer, resampled prompts say little about other prompts
 # Returns one number per row of weights ``[resamples, prompts]``, which count how often a prompt was drawn.
@@ -46,8 +47,12 @@ class Interval:
 
 
 def speedup(candidate: ServedSeries, baseline: ServedSeries) -> Interval:
-    """Ratio of the medians over prompts of tokens per second."""
-    found = candidate.speedup(baseline)
+    """Ratio of the means over prompts of tokens per second, as in Spec-Bench (Xia et al. 2024).
+
+    Of the same prompts, means vary together. The medians, which the tables of a benchmark compare, may be
+    those of different prompts, so that equal servers would need several times as many prompts to be told so.
+    """
+    found = bootstrap(candidate.tokens_per_second, baseline.tokens_per_second, np.mean)
     if few := _too_few(candidate):
         return Interval.unknown(few, found.value)
     return Interval(found.value, found.low, found.high)
@@ -69,7 +74,7 @@ def percentile(
             continue
         values, owners = _samples(metric, series)
         if not len(values):
-            return Interval.unknown(f"{series.name} does not tell when each token arrived")
+            return Interval.unknown(f"the {series.name} does not tell when each token arrived")
         if len(values) * (100 - share) < 100:
             return Interval.unknown(f"p{share} of {len(values)} values is one of the largest")
         parts.append(_percentile_of(values, owners, share / 100))
@@ -86,11 +91,11 @@ def acceptance(candidate: ServedSeries, baseline: ServedSeries | None = None) ->
         if series is None:
             continue
         if not series.speculation_stats:
-            return Interval.unknown(f"{series.name} tells nothing about its drafts")
+            return Interval.unknown(f"the {series.name} tells nothing about its drafts")
         if not series.total("drafts"):
             if series is baseline:
-                return Interval.unknown(f"{series.name} has not drafted")
-            return Interval.exact(1.0)
+                return Interval.unknown(f"the {series.name} has not drafted")
+            return Interval(1.0, 1.0, 1.0, f"the {series.name} has not drafted")
         counts = [
             (
                 sum(reply.stats.drafts for reply in replies if reply.stats),
@@ -100,7 +105,9 @@ def acceptance(candidate: ServedSeries, baseline: ServedSeries | None = None) ->
         ]
         if not any(drafts for drafts, _ in counts):
             length = series.mean_acceptance_length or 1.0
-            return Interval.unknown(f"{series.name} tells its drafts of all requests only", length)
+            return Interval.unknown(
+                f"the {series.name} tells its drafts of all requests only", length
+            )
         parts.append(_acceptance_of(np.array(counts)))
     statistic = parts[0] if baseline is None else _ratio(*parts)
     return _bootstrap(statistic, candidate)

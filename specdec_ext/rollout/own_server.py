@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from specdec_ext.display.text import one_line
 
@@ -57,14 +59,26 @@ def own_server(arguments: Sequence[str], api_key: str | None = None) -> Iterator
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait until the server has written its address to its log."""
+    """Wait until the server has written its address to its log, and accepts connections there."""
     while True:
         ended = process.poll() is not None
         text = log.read_text("utf-8", errors="replace")
-        for line in text.splitlines():
-            if line.startswith("{") and '"url"' in line:
-                address: str = json.loads(line)["url"]
-                return address
+        for line in text.split("\n")[:-1]:  # the last one may be incomplete
+            if (
+                line.startswith("{")
+                and "url" in (told := json.loads(line))
+                and _listens(told["url"])
+            ):
+                return str(told["url"])
         if ended:
             raise ValueError(f"specdec serve has ended by itself: {one_line(text)[-400:]}")
         time.sleep(0.1)
+
+
+def _listens(url: str) -> bool:
+    place = urlsplit(url)
+    try:
+        socket.create_connection((str(place.hostname), int(place.port or 0)), 1).close()
+    except OSError:
+        return False
+    return True

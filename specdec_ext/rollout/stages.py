@@ -9,7 +9,7 @@ from typing import Any, cast
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.text import counted
 from specdec_ext.evaluate.benchmark.prompts import Question
-from specdec_ext.evaluate.benchmark.report import MOST_DIFFERENCES, Report, position_table
+from specdec_ext.evaluate.benchmark.report import MOST_DIFFERENCES, Report
 from specdec_ext.evaluate.benchmark.served import (
     ServedContestant,
     ServedSeries,
@@ -36,10 +36,10 @@ BASELINE, CANDIDATE = "baseline", "candidate"
 _MEANINGS = {
     PASS: "The candidate fulfils every gate in every stage.",
     HOLD: (
-        "No gate has failed, but some are undecided: their bound is inside the interval of the measured number, "
-        "or the number is not known. More prompts or repeats make intervals narrower."
+        "No gate has failed, but some are undecided: their bound is inside the interval of the measured "
+        "number, or the number is not known. More prompts or repeats make intervals narrower."
     ),
-    FAIL: "The candidate does not fulfil every gate. Later stages were not run.",
+    FAIL: "The candidate does not fulfil every gate.",
 }
 
 
@@ -158,14 +158,16 @@ class Rollout(Summarised):
         return replace(pair, reference=self.reference, sampling=dict(self.sampling or {}))
 
     def summary(self) -> str:
-        lasting = [
-            f"{counted(stage.streams, 'stream')}: {verdict.summary()}"
+        if self.outcome == PASS:
+            numbers = ", ".join(str(stage.streams) for stage in self.stages)
+            return f"PASS: every gate, with {numbers} requests at a time"
+        causes = [
+            f"{verdict.gate.name} with {counted(stage.streams, 'stream')}"
             for stage in self.stages
             for verdict in stage.verdicts
-            if verdict.outcome == self.outcome != PASS
+            if verdict.outcome == self.outcome
         ]
-        numbers = ", ".join(str(stage.streams) for stage in self.stages)
-        return f"{self.outcome}: {'; '.join(lasting) or f'every gate, with {numbers} streams'}"
+        return f"{self.outcome}: {', '.join(causes)}"
 
     def sentences(self) -> Iterable[str]:
         yield _MEANINGS[self.outcome]
@@ -175,7 +177,7 @@ class Rollout(Summarised):
                     yield f"{counted(stage.streams, 'stream')}: {verdict.summary()}"
             yield from stage_notes(stage)
         if self.skipped:
-            yield f"Not run: stages with {', '.join(map(str, self.skipped))} streams."
+            yield f"Not run after that: stages with {', '.join(map(str, self.skipped))} streams."
 
     def tables(self) -> list[Table]:
         rows = [
@@ -194,10 +196,6 @@ class Rollout(Summarised):
             best = [(str(each.streams), each.recommended(self.policy)) for each in self.stages]
             tables.append(Table(best, ("rows", "recommended speculation")))
         return tables
-
-    def details(self, stage: Stage) -> list[Table]:
-        """Tables of everything that was measured in a stage."""
-        return [] if stage.report is None else [*stage.report.tables(), *stage.report.details()]
 
     def record(self) -> dict[str, Any]:
         """The whole result, for JSON."""
@@ -290,11 +288,3 @@ def _series(report: Report, name: str) -> ServedSeries:
 def _finite(value: float) -> float | None:
     """The number, or None for one that JSON does not have."""
     return value if abs(value) < float("inf") else None
-
-
-def by_position(stage: Stage) -> list[Table]:
-    """Acceptance by position of the candidate in a stage."""
-    series = stage.candidate
-    if series is None or not series.total_per_position("accepted_per_position"):
-        return []
-    return [position_table(series)]

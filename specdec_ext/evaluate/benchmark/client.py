@@ -55,6 +55,7 @@ class Server:
         model: name of the model; None for the only one that it serves.
         api_key: sent with every request.
         timeout: seconds that a request may take.
+        option: the option that named it, for messages.
 
     Attributes:
         name: scheme, host and port.
@@ -69,19 +70,25 @@ class Server:
     """
 
     def __init__(
-        self, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 600
+        self,
+        url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600,
+        option: str = "--url",
     ):
-        http = require("httpx2", "--url")
+        http = require("httpx2", option)
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             valid = False
         if not valid:
-            raise ValueError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+            raise ValueError(f"{option} {url}: expected an address such as http://127.0.0.1:8000")
         self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._origin = f"{parts.scheme}://{parts.netloc}"
         self._base = self._origin + (parts.path.rstrip("/") or "/v1")
+        self._where = f"{option} {self.name}"
         self.model, self.is_ours = model, False
         self.endpoint, self.fields = COMPLETIONS, list(OPTIONAL)
         self._timeout = timeout
@@ -123,7 +130,7 @@ class Server:
             reasons.append(f"{endpoint}: {reply.error}")
             if reply.status not in _REFUSED:
                 break
-        raise ValueError(f"--url {self.name}: {'; '.join(reasons)}")
+        raise ValueError(f"{self._where}: {'; '.join(reasons)}")
 
     def ask_all(
         self, questions: Sequence[Question], streams: int, ends: bool = False, **options: Any
@@ -181,7 +188,7 @@ class Server:
             return None
 
     def _find_model(self) -> None:
-        where = f"--url {self.name}"
+        where = self._where
         try:
             status, raw = self._run(self._fetch("GET", f"{self._base}/models"))
             if status != 200:
