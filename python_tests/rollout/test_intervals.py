@@ -126,14 +126,24 @@ def test_what_can_not_be_known_says_why(measure, note):
     assert note in found.note and (found.low, found.high) == (0.0, float("inf"))
 
 
+def told(name, drafts, accepted):
+    """A series of which the server has told the drafts of all requests together."""
+    made = random_series(name, 1, stats=False)
+    counts = SpeculationStats(drafts=drafts, draft_tokens=4 * drafts, accepted_tokens=accepted)
+    made.speculation_stats = [counts]
+    return made
+
+
 def test_counters_of_all_requests_have_no_interval():
-    made = random_series("candidate", 1, stats=False)
-    made.speculation_stats = [SpeculationStats(drafts=10, draft_tokens=40, accepted_tokens=15)]
-    found = intervals.acceptance(made)
-    assert found.value == 2.5 and "of all requests only" in found.note
-    none = random_series("baseline", 1, stats=False)
-    none.speculation_stats = [SpeculationStats()]
-    assert "has not drafted" in intervals.acceptance(random_series("c", 1), none).note
-    ratio = intervals.acceptance(made, made)
-    assert "of all requests only" in ratio.note and ratio.value != ratio.value
-    assert intervals.acceptance(none).high == 1.0
+    found = intervals.acceptance(told("candidate", 10, 15))
+    assert "tells its drafts of all requests only" in found.note and found.high == float("inf")
+
+
+def test_a_candidate_that_does_not_draft_accepts_nothing():
+    found = intervals.acceptance(told("candidate", 0, 0))
+    assert (found.value, found.high, found.note) == (1.0, 1.0, "the candidate has not drafted")
+    drafting = series("baseline", [[[(0.01, 3)] * 9]] * 12)
+    none = series("candidate", [[[(0.01, 1)] * 9]] * 12)
+    assert intervals.acceptance(none, drafting).high == pytest.approx(1 / 3)
+    none = intervals.acceptance(drafting, told("baseline", 0, 0))
+    assert none.note == "the baseline has not drafted" and none.low == 0.0

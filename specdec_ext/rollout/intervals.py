@@ -8,13 +8,14 @@ prompts alike, such as other work on the machine, is not in the interval.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec_ext.evaluate.benchmark import latency
+from specdec_ext.evaluate.benchmark.reply import Reply
 from specdec_ext.evaluate.benchmark.served import ServedSeries
 from specdec_ext.evaluate.speedup import CONFIDENCE, RESAMPLES, bootstrap
 
@@ -78,39 +79,38 @@ def percentile(
         if len(values) * (100 - share) < 100:
             return Interval.unknown(f"p{share} of {len(values)} values is one of the largest")
         parts.append(_percentile_of(values, owners, share / 100))
-    statistic = parts[0]
-    if baseline is not None:
-        statistic = _ratio(*parts)
+    statistic = parts[0] if baseline is None else _ratio(*parts)
     return _bootstrap(statistic, candidate)
 
 
 def acceptance(candidate: ServedSeries, baseline: ServedSeries | None = None) -> Interval:
-    """Mean acceptance length, bonus token included; with a baseline, the ratio to that of the baseline."""
+    """Mean acceptance length, bonus token included; with a baseline, the ratio to that of the baseline.
+
+    It is 1 for a candidate that has not drafted.
+    """
     parts = []
     for series in (candidate, baseline):
         if series is None:
             continue
         if not series.speculation_stats:
             return Interval.unknown(f"the {series.name} tells nothing about its drafts")
-        if not series.total("drafts"):
-            if series is baseline:
-                return Interval.unknown(f"the {series.name} has not drafted")
-            return Interval(1.0, 1.0, 1.0, f"the {series.name} has not drafted")
-        counts = [
-            (
-                sum(reply.stats.drafts for reply in replies if reply.stats),
-                sum(reply.stats.accepted_tokens for reply in replies if reply.stats),
-            )
-            for replies in series.replies
-        ]
-        if not any(drafts for drafts, _ in counts):
-            length = series.mean_acceptance_length or 1.0
-            return Interval.unknown(
-                f"the {series.name} tells its drafts of all requests only", length
-            )
-        parts.append(_acceptance_of(np.array(counts)))
+        if series is baseline and not series.total("drafts"):
+            return Interval.unknown(f"the {series.name} has not drafted")
+        counts = np.array([_drafts(replies) for replies in series.replies])
+        if counts[:, 0].sum() < series.total("drafts"):
+            return Interval.unknown(f"the {series.name} tells its drafts of all requests only")
+        parts.append(_acceptance_of(counts))
     statistic = parts[0] if baseline is None else _ratio(*parts)
-    return _bootstrap(statistic, candidate)
+    found = _bootstrap(statistic, candidate)
+    if not candidate.total("drafts"):
+        return replace(found, note=f"the {candidate.name} has not drafted")
+    return found
+
+
+def _drafts(replies: Sequence[Reply]) -> tuple[int, int]:
+    """Drafts of a prompt, and their accepted tokens."""
+    told = [reply.stats for reply in replies if reply.stats is not None]
+    return sum(each.drafts for each in told), sum(each.accepted_tokens for each in told)
 
 
 def _bootstrap(statistic: Statistic, candidate: ServedSeries) -> Interval:
@@ -123,7 +123,7 @@ def _bootstrap(statistic: Statistic, candidate: ServedSeries) -> Interval:
     )
     found = statistic(draws)
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.nanquantile(found, (tail, 1 - tail))
+    low, high = np.quantile(found, (tail, 1 - tail))
     return Interval(value, float(low), float(high))
 
 
@@ -139,12 +139,11 @@ def _ratio(ours: Statistic, theirs: Statistic) -> Statistic:
 
 
 def _acceptance_of(counts: NDArray[np.int64]) -> Statistic:
-    """From ``[prompts, 2]`` drafts and accepted tokens; NaN where no prompt with a draft was drawn."""
+    """From ``[prompts, 2]`` drafts and accepted tokens."""
 
     def statistic(weights: NDArray[np.int64]) -> NDArray[np.float64]:
         drafts, accepted = (weights @ counts).T
-        with np.errstate(invalid="ignore"):
-            length: NDArray[np.float64] = 1 + accepted / drafts
+        length: NDArray[np.float64] = 1 + accepted / np.maximum(drafts, 1)
         return length
 
     return statistic
