@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specdec_ext.display.page import page, paragraph, svg
 from specdec_ext.display.text import counted
-from specdec_ext.evaluate.benchmark.report import figure
+from specdec_ext.evaluate.benchmark.report import figure, joint_notes
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_file
 from specdec_ext.rollout.gates import PASS
@@ -17,6 +17,11 @@ from specdec_ext.rollout.stages import Rollout
 
 LOCK, JSON, HTML = ".lock", ".json", ".html"
 SUFFIXES = (JSON, LOCK, HTML)  # what is measured before what is drawn
+
+_DEFINITIONS = (
+    "The gate speedup compares means over prompts. The ratios of the figure and of the following tables compare "
+    "medians."
+)
 
 
 def check_file(path: Path, option: str) -> None:
@@ -63,13 +68,14 @@ def _html(found: Rollout) -> str:
     parts = [paragraph(text) for text in (found.summary(), *found.sentences())]
     parts += [table.html() for table in found.tables()]
     if reports := found.reports:
-        parts += [paragraph(reports[0].machine), svg(figure(reports))]
+        parts += [paragraph(reports[0].machine), svg(figure(reports)), paragraph(_DEFINITIONS)]
     for stage in found.stages:
         if stage.report is None:
             continue
         parts.append(f"<h2>{counted(stage.streams, 'stream')}: {stage.outcome}</h2>")
         parts += [table.html() for table in stage.report.tables()]
-        parts += map(paragraph, stage.report.notes())
         tables = "".join(table.html() for table in stage.report.details())
         parts.append(f"<details><summary>Details</summary>{tables}</details>")
+    if reports:
+        parts += ["<h2>Notes</h2>", *map(paragraph, joint_notes(reports))]
     return page(f"Rollout: {found.outcome}", parts)
