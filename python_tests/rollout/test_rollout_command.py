@@ -155,7 +155,7 @@ def test_a_baseline_of_several_texts_expects_any_of_them(fakes, prompts):
 
     def changing(body):
         asked.append(body["prompt"])
-        return completion("a", "bc"[asked.count(body["prompt"]) % 2], tokens=[1, 1])
+        return completion("a", "cb"[asked.count(body["prompt"]) % 2], tokens=[1, 1])
 
     fakes[0].answer, fakes[1].answer = changing, writes("c")
     assert of_fakes(fakes, prompts, "--gate", "equal>=1.0", "--repeats", 2).exit_code == 0
