@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import specdec_ext
 from specdec_ext import assets
 from specdec_ext.cli import app
+from specdec_ext.rollout.lock import ReferenceAcceptance
 
 README = (ROOT / "README.md").read_text()
 PAGES = {
@@ -96,6 +97,7 @@ SHORT = {
     "chat": "--plain",
     "bench": "--prompts {texts} --max-new-tokens 4 --repeats 1",
     "breakeven": "--max-new-tokens 8",
+    "rollout": "--prompts {texts} --max-new-tokens 4 --repeats 1 --gate equal>=1.0",
     "check": "--prompts {texts} --max-new-tokens 4",
     "watch": "--once --window 0.2 --interval 0.1",
     "train": "--updates 1 --batch-size 2 --max-length 48 --steps 2 --max-new-tokens 8 --work {new}",
@@ -118,7 +120,6 @@ def test_every_command_runs(command, tmp_path):
     model, head = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
     stand_for = {"MODEL": model, "TARGET": "bundled", "PATH": head, "FILE": str(texts)}
     stand_for |= {"FOLDER": str(tmp_path / "out"), "text.txt": str(prompts)}
-    stand_for["pair.lock"] = str(ROOT / "deploy" / "kustomize" / "overlays" / "gpu" / "pair.lock")
     words = []
     for word in command:
         before = words[-1] if words else ""
@@ -129,12 +130,16 @@ def test_every_command_runs(command, tmp_path):
         elif before in ("--out", "-o", "--regenerate"):
             word = str(tmp_path / word)
         words.append(NUMBERS.sub("512", stand_for.get(word, word)))
+    if "--lock" in words:
+        reference = ReferenceAcceptance(100, 300, (80, 60), 120, 260)
+        pair = specdec_ext.PairLock.of(assets.load_target(), "auto", reference=reference)
+        words[words.index("pair.lock")] = str(pair.save(tmp_path / "pair.lock"))
     extra = SHORT.get(command[0], "").format(texts=prompts, new=tmp_path / "work")
     with ExitStack() as stack:
-        for place, word in enumerate(words):
-            if word.startswith("http://127.0.0.1:"):
-                from helpers.serving import serving
+        if any(word.startswith("http://") for word in words):
+            from helpers.serving import serving
 
-                words[place] = stack.enter_context(serving()).url
+            url = stack.enter_context(serving()).url
+            words = [url if word.startswith("http://") else word for word in words]
         result = CliRunner().invoke(app, [*words, *extra.split()])
     assert result.exit_code == 0, result.output

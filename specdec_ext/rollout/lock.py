@@ -285,8 +285,20 @@ class PairLock(Summarised):
             OSError: if it can't be read.
             ValueError: if it is no lock; the message names the place.
         """
-        where = str(path)
-        fields = Fields(read_json(regular_file(path, "a lock of a pair")), where)
+        return cls.from_record(read_json(regular_file(path, "a lock of a pair")), str(path))
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], where: str) -> PairLock:
+        """The lock of the JSON object that :meth:`record` returns.
+
+        Args:
+            record: the object; it is not trusted.
+            where: its name in messages.
+
+        Raises:
+            ValueError: if it is no lock.
+        """
+        fields = Fields(record, where)
         if fields.values.get("pair_lock") != FORMAT:
             raise ValueError(
                 f"{where}: pair_lock is {shown(fields.values.get('pair_lock'))}; expected {FORMAT}, as "
