@@ -80,7 +80,7 @@ def test_a_window_is_judged_by_what_was_counted_in_it(server, clock):
         "gain": "well",
     }
     assert report.summary() == (
-        "well, 520 tokens/s, 2.40 tokens per draft, 1.50x of plain decoding, not judged: drift"
+        "well, 520 tokens/s, 2.40 tokens per draft, 1.50x plain decoding, not judged: drift"
     )
     assert [each.acceptance for each in report.positions] == [0.8, 0.75]
     assert report.growth.quantile("vllm:time_to_first_token_seconds", 0.5) == pytest.approx(0.05)

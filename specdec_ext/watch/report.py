@@ -57,7 +57,7 @@ class Report(Summarised):
                 for what, text in (
                     ("tokens/s", _number(self.growth.tokens_per_second, ".0f")),
                     ("tokens per draft", _number(self.growth.acceptance_length, ".2f")),
-                    ("of plain decoding", _number(self.growth.gain, ".2fx")),
+                    ("plain decoding", _number(self.growth.gain, ".2fx")),
                 )
                 if text
             ]
