@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -132,6 +133,20 @@ def test_stages_before_a_crash_are_kept(quick):
     assert len(found.reports) == 1 and found.skipped == (16,)
 
 
+def test_a_machine_that_is_not_idle_is_told(quick):
+    class Disturbed(Simulated):
+        turns = 0
+
+        def turn(self, asked, streams, **options):
+            self.turns += 1
+            self.slowness = 1.5 if self.turns == 3 else 1.0
+            return super().turn(asked, streams, **options)
+
+    told = " ".join(rolled_out(Simulated(2), Disturbed(1), "equal>=1").sentences())
+    assert re.search(r"the candidate was up to (4|5)\d% faster", told), told
+    assert "the baseline was" not in told
+
+
 # --- what is told --------------------------------------------------------------------------------------
 
 
@@ -143,7 +158,7 @@ def test_reference_acceptance_counts_every_request(quick):
     assert reference.emitted_tokens == requests * 95
     assert reference.drafts == reference.steps  # this server drafts in every step
     assert reference.accepted_tokens + reference.steps == reference.emitted_tokens
-    lengths = [stage.candidate.mean_acceptance_length for stage in found.stages]
+    lengths = [stage.series[1].mean_acceptance_length for stage in found.stages]
     assert min(lengths) <= reference.mean_acceptance_length <= max(lengths)
 
 

@@ -31,6 +31,7 @@ from specdec_ext.cli.shared.workload import (
     conversations_of,
 )
 from specdec_ext.display.console import PlainConsole
+from specdec_ext.preflight.extras import require
 
 if TYPE_CHECKING:
     from specdec_ext import PairLock
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 NO_BASELINE, OWN = "none", "auto"
 # Options of the server that --candidate auto starts.
 _OF_OWN_SERVER = ("drafter", "speculation", "dtype", "device")
-_LOCK = ".lock"
 
 
 def rollout(
@@ -126,9 +126,10 @@ def rollout(
         from specdec_ext.evaluate.benchmark.served import ServedContestant, ask, connect, remarks_on
         from specdec_ext.rollout.gates import DEFAULT_GATES, parse_gates
         from specdec_ext.rollout.own_server import own_server
-        from specdec_ext.rollout.report import check_file, write
+        from specdec_ext.rollout.report import LOCK, check_file, write
         from specdec_ext.rollout.stages import roll_out
 
+        require("httpx2", "specdec rollout")
         _check_mode(context, candidate)
         gates = parse_gates(gate or DEFAULT_GATES)
         streams = naturals(concurrency, "--concurrency")
@@ -138,24 +139,22 @@ def rollout(
         conversations = conversations_of(prompts, is_bundled, category, count, turns)
     console, paths = PlainConsole(), out or []
     with user_errors(), ExitStack() as stack:
-        name, policy = model, "drafts as the server was started"
-        if candidate == OWN:
-            name, policy = None, speculation
+        is_own = candidate == OWN
+        servers, options = [], (None if is_own else model, api_key, timeout)
+        if baseline != NO_BASELINE:
+            servers.append(stack.enter_context(Server(baseline, *options, "--baseline")))
+        if is_own:
             arguments = [
                 *(model or BUNDLED, "--drafter", drafter, "--speculation", speculation),
                 *("--dtype", dtype, "--device", device),
                 *("--max-rows", str(max(streams)), "--prefix-tokens", "0"),
             ]
             candidate = stack.enter_context(own_server(arguments, api_key))
-        servers = [
-            stack.enter_context(Server(url, name, api_key, timeout, option))
-            for option, url in (("--baseline", baseline), ("--candidate", candidate))
-            if url != NO_BASELINE
-        ]
+        servers.append(stack.enter_context(Server(candidate, *options, "--candidate")))
         connect(servers, conversations, chat)
         _check_servers(servers, gates, temperature)
         first, last = servers[0], servers[-1]
-        pair = _pair(last) if any(path.suffix == _LOCK for path in paths) else None
+        pair = _pair(last) if any(path.suffix == LOCK for path in paths) else None
         warnings = warn_if_busy(console)
         asked, cut = ask(first, conversations, max_new_tokens)
         found = roll_out(
@@ -167,7 +166,7 @@ def rollout(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             temperature=temperature,
-            policy=policy,
+            policy=speculation if is_own else "drafts as the server was started",
         )
         for report in found.reports:
             report.remarks += [*remarks_on(servers, cut), *warnings]

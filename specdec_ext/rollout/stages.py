@@ -31,8 +31,11 @@ from specdec_ext.rollout.gates import (
 from specdec_ext.rollout.intervals import Interval
 from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 from specdec_ext.rollout.texts import ComparedTexts, Measured, compare_texts
+from specdec_ext.stats import SpeculationStats
 
 BASELINE, CANDIDATE = "baseline", "candidate"
+# Largest share by which the speed of a server may change from turn to turn before it is told.
+STEADY = 0.1
 _MEANINGS = {
     PASS: "The candidate fulfils every gate in every stage.",
     HOLD: (
@@ -64,8 +67,10 @@ class Stage:
         return worst([verdict.outcome for verdict in self.verdicts])
 
     @property
-    def candidate(self) -> ServedSeries | None:
-        return None if self.report is None else _series(self.report, CANDIDATE)
+    def series(self) -> list[ServedSeries]:
+        """What baseline and candidate have answered; [] without a report."""
+        report = self.report
+        return [] if report is None else [_series(report, name) for name in (BASELINE, CANDIDATE)]
 
     def recommended(self, policy: str) -> str:
         """The value of ``speculation`` that is faster with so many rows, if the baseline has no drafts.
@@ -73,9 +78,10 @@ class Stage:
         Args:
             policy: the value that the candidate was measured with.
         """
-        if self.report is None:
+        if not self.series:
             return ""
-        found = intervals.speedup(_series(self.report, CANDIDATE), _series(self.report, BASELINE))
+        baseline, candidate = self.series
+        found = intervals.speedup(candidate, baseline)
         if found.low >= 1:
             return policy
         return "none" if found.high < 1 else f"{policy} or none: no difference was found"
@@ -138,12 +144,12 @@ class Rollout(Summarised):
     @property
     def reference(self) -> ReferenceAcceptance | None:
         """The candidate's acceptance over all stages; None if it has not told its drafts."""
-        series = [stage.candidate for stage in self.stages if stage.candidate is not None]
+        series = [stage.series[-1] for stage in self.stages if stage.series]
         stats = [each for one in series for each in one.speculation_stats]
         if not stats:
             return None
-        total = replace(stats[0], accepted_per_position=[*stats[0].accepted_per_position])
-        for each in stats[1:]:
+        total = SpeculationStats()
+        for each in stats:
             total.add(each)
         # The first token of a request comes from its prompt, and every step emits one token more than it
         # accepts.
@@ -175,7 +181,7 @@ class Rollout(Summarised):
             for verdict in stage.verdicts:
                 if verdict.outcome != PASS:
                     yield f"{counted(stage.streams, 'stream')}: {verdict.summary()}"
-            yield from stage_notes(stage)
+            yield from _notes(stage)
         if self.skipped:
             yield f"Not run after that: stages with {', '.join(map(str, self.skipped))} streams."
 
@@ -209,15 +215,22 @@ class Rollout(Summarised):
         }
 
 
-def stage_notes(stage: Stage) -> list[str]:
-    """Texts that differ in a stage, and how many."""
-    if stage.texts is None or not stage.texts.verdicts:
-        return []
-    told = stage.texts.sentences()
-    more = len(told) - MOST_DIFFERENCES
-    last = [f"and {counted(more, 'further text')}"] if more > 0 else []
-    where = f"{counted(stage.streams, 'stream')}: texts: {stage.texts.summary()}"
-    return [where, *told[:MOST_DIFFERENCES], *last]
+def _notes(stage: Stage) -> Iterable[str]:
+    """What else must be known about a stage: speeds that change from turn to turn, texts that differ."""
+    where = counted(stage.streams, "stream")
+    for series in stage.series:
+        slowest, fastest = min(series.throughput), max(series.throughput)
+        if slowest and fastest > (1 + STEADY) * slowest:
+            yield (
+                f"{where}: the {series.name} was up to {fastest / slowest - 1:.0%} faster in one turn than "
+                "in another. Intervals do not contain that; take an idle machine, or more --repeats"
+            )
+    if stage.texts is not None and stage.texts.verdicts:
+        yield f"{where}: texts: {stage.texts.summary()}"
+        told = stage.texts.sentences()
+        yield from told[:MOST_DIFFERENCES]
+        if more := len(told[MOST_DIFFERENCES:]):
+            yield f"and {counted(more, 'further text')}"
 
 
 def roll_out(
