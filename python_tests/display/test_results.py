@@ -40,6 +40,7 @@ from specdec_ext.display.results import MAX_LINE
 from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import Series
 from specdec_ext.evaluate.benchmark.latency import Latency
+from specdec_ext.evaluate.benchmark.reply import Reply
 from specdec_ext.evaluate.benchmark.served import ServedSeries
 from specdec_ext.evaluate.breakdown import PARTS, Breakdown, Part
 from specdec_ext.evaluate.calibrate import Calibration, Trial
@@ -52,10 +53,14 @@ from specdec_ext.planning.memory import plan
 from specdec_ext.planning.simulation import simulate
 from specdec_ext.planning.traffic import Traffic
 from specdec_ext.report import Report
+from specdec_ext.serve import names
 from specdec_ext.training.data.dump import DumpSize
 from specdec_ext.training.evaluation import Evaluation
 from specdec_ext.training.trainer import Progress
 from specdec_ext.tree.view import MAX_NODES_DRAWN
+from specdec_ext.watch.history import Growth
+from specdec_ext.watch.judge import Reference, Verdict, acceptance, judge
+from specdec_ext.watch.report import Report as WatchReport
 
 TREE = "tree of 60 nodes, 6 levels"
 SCRIPT = "<script>alert('drafter')</script>"
@@ -127,6 +132,29 @@ def tree(*rows):
 
 
 ANY = Support(True, True, True, "compact")
+
+
+def watched():
+    """A server that drafts nothing any more, after millions of drafts that were all accepted."""
+    counters = {
+        names.GENERATION_TOKENS: 9e9,
+        names.DRAFTS: 2e9,
+        names.ACCEPTED_TOKENS: 6e9,
+        names.TIMED_SECONDS: 600.0,
+        names.PLAIN_SECONDS: 300.0,
+    }
+    positions = {names.ACCEPTED_PER_POSITION: (2e9,) * 3}
+    growth = Growth(
+        600.0, counters, positions, {names.INTER_TOKEN_LATENCY: {1.0: 2.0, math.inf: 2.0}}
+    )
+    found = acceptance(growth, Reference((9.0, 9.0), (9.0, 1.0)))
+    verdicts = [Verdict("server", "well", "answers"), *judge(growth, found)]
+    idle = Growth(5.0, {names.GENERATION_TOKENS: 0.0}, {}, {})
+    return WatchReport(
+        "http://" + "x" * 90, verdicts, "m", growth, idle, {names.RUNNING: 3.0}, found
+    )
+
+
 EVALUATION = Evaluation(812, (0.71, 0.47, 0.3), (0.71, 0.66, 0.64), (0.6, 0.4, 0.2))
 TRIALS = (
     Trial((2, 16, 29), True, 128, 0.61, 0.4),
@@ -169,7 +197,7 @@ RESULTS = {
         [1.0, 2.0],
         new_tokens=[8, 8],
         latencies=[Latency(0.2, (0.004, 0.008), (1, 4, 4), 9, 2)] * 2,
-        answers=[["a b c d e"], ["f g h i"]],
+        replies=[[Reply(0.0, text="a b c d e")], [Reply(0.0, text="f g h i")]],
         throughput=[9.0, 8.0],
         requests=2,
     ),
@@ -209,6 +237,11 @@ RESULTS = {
     "hostile quantised model": lambda: QuantisationReport(
         (replace(LAYERS[0], name=SCRIPT),), 5 << 20, torch.bfloat16
     ),
+    "watched server": lambda: watched(),
+    "watched server that does not answer": lambda: WatchReport(
+        "http://x", [Verdict("server", "critical", LONG)]
+    ),
+    "hostile watched server": lambda: replace(watched(), model=SCRIPT, restarts=2),
     "dump": lambda: DumpSize(10**9, 32768, 10**9, 10**12),
 }
 

@@ -15,6 +15,12 @@ from specdec_ext.watch.judge import PositionAcceptance, State, Verdict, worst
 
 # The exit status of ``specdec watch``; 2 is that of a wrong call, as for all commands.
 STATUS: dict[State, int] = {"well": 0, "unknown": 0, "warning": 1, "critical": 3}
+# Of the latencies: name in tables, name in JSON, histogram.
+_LATENCIES = (
+    ("first token", "time_to_first_token", names.TIME_TO_FIRST_TOKEN),
+    ("token", "inter_token_latency", names.INTER_TOKEN_LATENCY),
+)
+_PERCENTS = (50, 99)
 
 
 @dataclass(repr=False)
@@ -92,11 +98,8 @@ class Report(Summarised):
             ("speed, plain = 1", *(_number(each.gain, ".2fx") for each in spans)),
             *(
                 (f"{what} p{percent}, ms", *(_milliseconds(each, name, percent) for each in spans))
-                for what, name in (
-                    ("first token", names.TIME_TO_FIRST_TOKEN),
-                    ("token", names.INTER_TOKEN_LATENCY),
-                )
-                for percent in (50, 99)
+                for what, _, name in _LATENCIES
+                for percent in _PERCENTS
             ),
         ]
         for what, name in (("running", names.RUNNING), ("waiting", names.WAITING)):
@@ -151,12 +154,9 @@ def _record(growth: Growth) -> dict[str, Any]:
         "tokens_per_step": growth.tokens_per_step,
         "gain": growth.gain,
         **{
-            f"{what}_p{percent}": growth.quantile(name, percent / 100)
-            for what, name in (
-                ("time_to_first_token", names.TIME_TO_FIRST_TOKEN),
-                ("inter_token_latency", names.INTER_TOKEN_LATENCY),
-            )
-            for percent in (50, 99)
+            f"{key}_p{percent}": growth.quantile(name, percent / 100)
+            for _, key, name in _LATENCIES
+            for percent in _PERCENTS
         },
     }
 
