@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from specdec_ext.models.quantised.repack import repack
     from specdec_ext.models.quantised.report import QuantisationReport
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
+    from specdec_ext.rollout.lock import PairLock
     from specdec_ext.schedule.settings import SpeculationConfig
     from specdec_ext.stats import SpeculationStats
     from specdec_ext.tree.config import TreeConfig
@@ -56,6 +57,7 @@ __all__ = [
     "MtpDrafter",
     "MtpHeads",
     "NgramDrafter",
+    "PairLock",
     "QuantisationReport",
     "SpeculationConfig",
     "SpeculationStats",
@@ -97,6 +99,7 @@ _MODULES = {
     "heads.mtp": ("MtpHeads",),
     "evaluate.check": ("Check", "ModelCheck", "check_model"),
     "output": ("SpeculativeEncoderDecoderOutput", "SpeculativeOutput"),
+    "rollout.lock": ("PairLock",),
     "schedule.settings": ("SpeculationConfig",),
     "stats": ("SpeculationStats",),
     "models": ("Support", "supports"),

@@ -96,6 +96,7 @@ SHORT = {
     "chat": "--plain",
     "bench": "--prompts {texts} --max-new-tokens 4 --repeats 1",
     "breakeven": "--max-new-tokens 8",
+    "rollout": "--prompts {texts} --max-new-tokens 4 --repeats 1 --gate equal>=1.0",
     "check": "--prompts {texts} --max-new-tokens 4",
     "train": "--updates 1 --batch-size 2 --max-length 48 --steps 2 --max-new-tokens 8 --work {new}",
 }
@@ -127,11 +128,15 @@ def test_every_command_runs(command, tmp_path):
         elif before in ("--out", "-o", "--regenerate"):
             word = str(tmp_path / word)
         words.append(NUMBERS.sub("512", stand_for.get(word, word)))
+    if "--lock" in words:
+        pair = specdec_ext.PairLock.of(assets.load_target(), "auto")
+        words[words.index("pair.lock")] = str(pair.save(tmp_path / "pair.lock"))
     extra = SHORT.get(command[0], "").format(texts=prompts, new=tmp_path / "work")
     with ExitStack() as stack:
-        if "--url" in words:
+        if any(word.startswith("http://") for word in words):
             from helpers.serving import serving
 
-            words[words.index("--url") + 1] = stack.enter_context(serving()).url
+            url = stack.enter_context(serving()).url
+            words = [url if word.startswith("http://") else word for word in words]
         result = CliRunner().invoke(app, [*words, *extra.split()])
     assert result.exit_code == 0, result.output

@@ -11,8 +11,9 @@ import sys
 
 import pytest
 from helpers.places import ROOT
-from helpers.serving import httpx, serving, until
+from helpers.serving import httpx, serving, target, until
 
+from specdec_ext import PairLock
 from specdec_ext.serve.http import schemas
 
 PAGE = (ROOT / "docs" / "guide" / "serve.md").read_text("utf-8")
@@ -32,11 +33,14 @@ def test_every_command_serves_until_it_is_ended(command, tmp_path):
     place = words.index("specdec")
     environment = dict(word.split("=", 1) for word in words[:place])
     log = tmp_path / "log"
+    if "--lock" in words:
+        PairLock.of(target(), "auto").save(tmp_path / "pair.lock")
     arguments = [*words[place + 1 :], "--port", "0"]
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "specdec_ext.cli", *arguments],
             stderr=file,
+            cwd=tmp_path,
             env={**os.environ, **environment},
         )
     try:

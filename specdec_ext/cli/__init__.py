@@ -22,6 +22,7 @@ from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
 from specdec_ext.cli.plan import plan
+from specdec_ext.cli.rollout import rollout
 from specdec_ext.cli.serve import serve
 from specdec_ext.cli.train import train
 from specdec_ext.cli.version import version
@@ -75,6 +76,7 @@ COMMANDS = (
     bench,
     breakeven,
     check,
+    rollout,
     serve,
     inspect,
     plan,

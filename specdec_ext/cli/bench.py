@@ -23,6 +23,16 @@ from specdec_ext.cli.shared.common import (
 )
 from specdec_ext.cli.shared.lists import naturals, numbers, split
 from specdec_ext.cli.shared.shape import DraftLengthsOption, TreesOption, shapes_of
+from specdec_ext.cli.shared.workload import (
+    ApiKeyOption,
+    CategoryOption,
+    ChatOption,
+    ConversationsOption,
+    CountOption,
+    TimeoutOption,
+    TurnsOption,
+    conversations_of,
+)
 from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:
@@ -30,7 +40,6 @@ if TYPE_CHECKING:
 
     from specdec_ext import TreeConfig
     from specdec_ext.evaluate.benchmark import Report
-    from specdec_ext.evaluate.benchmark.prompts import Conversation
     from specdec_ext.evaluate.breakdown import Breakdown
 
 # Options that only one of the two kinds of contestants has.
@@ -86,35 +95,11 @@ def bench(
             "auto, or as the server was started.",
         ),
     ] = "",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            exists=True,
-            dir_okay=False,
-            help="File of prompts (JSON list or JSONL, such as those of MT-bench, HumanEval, GSM8K and "
-            "Spec-Bench) or of one prompt (text); default: bundled prompts.",
-        ),
-    ] = None,
-    category: Annotated[
-        list[str] | None,
-        typer.Option("--category", help="Only prompts of this category. May be repeated."),
-    ] = None,
-    count: Annotated[
-        int | None, typer.Option("--count", min=1, help="Most prompts, of all categories alike.")
-    ] = None,
-    turns: Annotated[
-        int | None,
-        typer.Option("--turns", min=1, help="Most turns of a conversation; default: all."),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Give prompts as messages of a chat, or as texts to be continued; default: as messages if "
-            "the file has turns and the model has a chat template.",
-        ),
-    ] = None,
+    prompts: ConversationsOption = None,
+    category: CategoryOption = None,
+    count: CountOption = None,
+    turns: TurnsOption = None,
+    chat: ChatOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     repeats: Annotated[
         int, typer.Option(min=1, help="Calls per prompt, of which the median is used.")
@@ -161,13 +146,8 @@ def bench(
             help="Show where the time of a step goes for each drafter; with --plot, in a second chart.",
         ),
     ] = False,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="SPECDEC_API_KEY", show_envvar=True, help="Key of the server."),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, help="Most seconds for a request to a server.")
-    ] = 600.0,
+    api_key: ApiKeyOption = None,
+    timeout: TimeoutOption = 600.0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
@@ -191,7 +171,9 @@ def bench(
             raise ValueError("--temperature is empty; expected numbers such as 0,0.8")
         policies = split(speculation, "--speculation", "auto|fixed", "auto, fixed or fixed,auto")
         shapes = shapes_of(draft_length, tree)
-        conversations = _conversations(model, url, prompts, category or [], count, turns)
+        # The bundled model knows only Python.
+        is_bundled = model in (None, BUNDLED) and not url
+        conversations = conversations_of(prompts, is_bundled, category, count, turns)
     console = PlainConsole()
     common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     steps: list[Breakdown] = []
@@ -262,24 +244,6 @@ def _check_files(out: list[Path]) -> None:
 
     for path in out:
         check_file(path, "--out")
-
-
-def _conversations(
-    model: str | None,
-    url: list[str] | None,
-    prompts: Path | None,
-    categories: list[str],
-    count: int | None,
-    turns: int | None,
-) -> list[Conversation]:
-    from specdec_ext.evaluate.benchmark.prompts import bundled, chosen, general, read_conversations
-
-    if prompts is not None:
-        found = read_conversations(prompts)
-    else:
-        # The bundled model knows only Python.
-        found = bundled() if model in (None, BUNDLED) and not url else general()
-    return chosen(found, categories, count, turns)
 
 
 def _drafters(

@@ -20,6 +20,7 @@ from specdec_ext.cli.shared.common import (
     load_target,
     user_errors,
 )
+from specdec_ext.cli.shared.lock import LockOption, check_lock, read_lock
 from specdec_ext.cli.shared.sampling import (
     SampleOption,
     SeedOption,
@@ -56,6 +57,7 @@ def generate(
             help="Print speed, acceptance and the reasons for drafting to standard error.",
         ),
     ] = False,
+    lock: LockOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
@@ -63,9 +65,10 @@ def generate(
     import specdec_ext
 
     sampling = sampling_kwargs(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    text = _prompt(prompt)
+    text, locked = _prompt(prompt), read_lock(lock)
     target, tokenizer = load_target(model, dtype, device)
     proposer = load_drafter(drafter, target, tokenizer)
+    check_lock(locked, target, proposer, speculation)
     console = PlainConsole()
     with user_errors():
         input_ids = encode(tokenizer, text, target.device)

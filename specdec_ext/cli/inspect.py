@@ -16,12 +16,14 @@ from specdec_ext.cli.shared.common import (
     load_target,
     user_errors,
 )
+from specdec_ext.cli.shared.lock import LockOption, read_lock
 from specdec_ext.display import Table
 from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from specdec_ext import PairLock
     from specdec_ext.evaluate.calibrate import Calibration
     from specdec_ext.heads.config import DraftHead
     from specdec_ext.heads.medusa import MedusaHeads
@@ -44,6 +46,7 @@ def inspect(
             help="Text file on which to try the possible readings of the head's config; needs --target.",
         ),
     ] = None,
+    lock: LockOption = None,
     show_all: Annotated[
         bool, typer.Option("--all", help="Also show every option of the head's config.")
     ] = False,
@@ -52,15 +55,17 @@ def inspect(
 ) -> None:
     """Show a draft head's format, memory and target; with --target, check whether the two fit.
 
-    The exit code is 1 if head and target can't work together. The target's weights are read only for
-    --calibrate, or if the head records a fingerprint of them. --dtype and --device apply to --calibrate.
+    With --lock, the files of the head, and of the target if it is given, are compared with those of a
+    pair.lock. The exit code is 1 if head and target can't work together, or differ from the lock. The
+    target's weights are read only for --calibrate and --lock, or if the head records a fingerprint of them.
+    --dtype and --device apply to --calibrate.
     """
     if calibrate is not None and target is None:
         raise typer.BadParameter("--calibrate needs --target: the head drafts for that model")
     import specdec_ext
     from specdec_ext.heads.config import DraftHead
 
-    console = PlainConsole()
+    console, locked = PlainConsole(), read_lock(lock)
     with user_errors("PATH"):
         head = specdec_ext.load_draft(path)
     if calibrate is not None and not isinstance(head, DraftHead):
@@ -80,6 +85,8 @@ def inspect(
         console.blocks(*found.tables())
         console.sentence(f"{found}\n")
         works = True
+    if locked is not None:
+        works &= _is_locked(console, locked, head, target)
     console.print(*head.tables())
     if show_all:
         console.print()
@@ -118,6 +125,19 @@ def _verdict(
     if not doubts:
         console.sentence(f"fits {target}")
     return True
+
+
+def _is_locked(
+    console: PlainConsole, lock: PairLock, head: DraftHead | MedusaHeads, target: str | None
+) -> bool:
+    """Print every difference from a lock; return False if there is one."""
+    with user_errors("--lock"):
+        differences = lock.differences(target, head)
+    for difference in differences:
+        console.sentence(f"not the locked pair: {difference}", style="red")
+    if not differences:
+        console.sentence(f"as locked: {lock}")
+    return not differences
 
 
 def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTokenizerBase | None]:

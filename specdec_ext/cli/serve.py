@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,7 @@ from specdec_ext.cli.shared.common import (
     load_target,
     user_errors,
 )
+from specdec_ext.cli.shared.lock import LockOption, check_lock, read_lock
 from specdec_ext.preflight.extras import require
 
 
@@ -85,6 +87,7 @@ def serve(
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Form of the log on standard error.")
     ] = "text",
+    lock: LockOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
@@ -96,6 +99,7 @@ def serve(
     with user_errors():
         for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
             require(package, "specdec serve")
+    from specdec_ext import PairLock
     from specdec_ext.engine import make_engine
     from specdec_ext.serve.logs import configure
     from specdec_ext.serve.server import bound
@@ -108,19 +112,23 @@ def serve(
     if chat_template is not None:
         with user_errors("--chat-template"):
             template = chat_template.read_text("utf-8")
+    locked = read_lock(lock)
     target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+    proposer = load_drafter(drafter, target, tokenizer)
+    check_lock(locked, target, proposer, speculation)
     settings = Settings(
         model_name=served_model_name or model,
         chat_template=template,
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
+        pair=partial(PairLock.of, target, proposer, speculation=speculation),
     )
     configure(log_format)
     with user_errors():
         engine = make_engine(
             target,
-            drafter=load_drafter(drafter, target, tokenizer),
+            drafter=proposer,
             speculation=speculation,
             tokenizer=tokenizer,
             max_rows=max_rows,

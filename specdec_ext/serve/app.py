@@ -131,6 +131,11 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         }
         return {"object": "list", "data": [model]}
 
+    @app.get("/pair")
+    async def pair() -> dict[str, Any]:
+        """The files of target and draft by their hashes, as ``pair.lock`` has them."""
+        return await service.pair()
+
     @app.get("/health")
     async def health() -> JSONResponse:
         """Whether requests are accepted: 200, or 503."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specdec_ext.engine import AnyEngine
+from specdec_ext.rollout.lock import PairLock
 from specdec_ext.serve.http.errors import ApiError, shown
 from specdec_ext.serve.metrics import ServerMetrics
 from specdec_ext.serve.structured import Grammars
@@ -28,6 +29,7 @@ class Settings:
         api_key: the key that clients must send; None for none.
         max_body_bytes: the most bytes of the body of a request.
         request_timeout: the most seconds that a request may take, waiting included.
+        pair: returns the lock of target and draft, by hashing their files; None if they are not known.
     """
 
     model_name: str
@@ -35,6 +37,7 @@ class Settings:
     api_key: str | None = None
     max_body_bytes: int = 4 * 2**20
     request_timeout: float = 600.0
+    pair: Callable[[], PairLock] | None = None
 
 
 class Service:
@@ -62,11 +65,23 @@ class Service:
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.ends)
         self.texts = Texts(self.tokenizer)
         self.template = response_template(model, self.tokenizer)
+        self._pair: dict[str, Any] | None = None
         self._thread = ThreadPoolExecutor(1, "specdec-tokenizer")
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that takes long (templates, long prompts) without holding up other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def pair(self) -> dict[str, Any]:
+        """The lock of target and draft as JSON; files are hashed at the first call."""
+        if self._pair is None:
+            try:
+                if self.settings.pair is None:
+                    raise ValueError("the server was made without the places of their files")
+                self._pair = (await asyncio.to_thread(self.settings.pair)).record()
+            except (OSError, ValueError) as error:
+                raise ApiError(404, f"target and draft have no lock: {error}") from error
+        return self._pair
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""

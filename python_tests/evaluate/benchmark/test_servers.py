@@ -11,7 +11,7 @@ pytest.importorskip("httpx2", reason="httpx2 is not installed (extra: serve)")
 from specdec_ext.evaluate.benchmark.client import Server
 from specdec_ext.evaluate.benchmark.prompts import Conversation
 from specdec_ext.evaluate.benchmark.reply import Reply
-from specdec_ext.evaluate.benchmark.served import _answered, _of_turns, _Turn, compare_servers
+from specdec_ext.evaluate.benchmark.served import Turn, _answered, _of_turns, compare_servers
 from specdec_ext.stats import SpeculationStats
 
 TEXTS = [Conversation(str(number), (f"def f{number}(x):\n",), "code") for number in range(4)]
@@ -51,9 +51,9 @@ def reply(began, ended, tokens=4, **fields):
 
 def test_speed_is_that_of_the_request_with_the_median_time_times_the_streams():
     turns = [
-        _Turn([reply(0, 2), reply(0, 8, tokens=6)], 8.0),
-        _Turn([reply(0, 9), reply(0, 4)], 9.0),
-        _Turn([reply(0, 4), reply(0, 3)], 4.0),
+        Turn([reply(0, 2), reply(0, 8, tokens=6)], 8.0),
+        Turn([reply(0, 9), reply(0, 4)], 9.0),
+        Turn([reply(0, 4), reply(0, 3)], 4.0),
     ]
     series = _of_turns("x", turns, [0, 1], 2)
     assert series.seconds == [2.0, 2.0]  # the medians, 4 and 4, shared by two streams
@@ -65,15 +65,15 @@ def test_speed_is_that_of_the_request_with_the_median_time_times_the_streams():
 
 
 def test_a_stream_that_is_never_busy_does_not_count():
-    series = _of_turns("x", [_Turn([reply(0, 2)], 2.0)], [0], 16)
+    series = _of_turns("x", [Turn([reply(0, 2)], 2.0)], [0], 16)
     assert series.seconds == [2.0]
 
 
 def test_questions_that_a_contestant_has_never_answered_are_left_out_of_all():
     failed = Reply(0.0, 1.0, error="status 500: gone")
     turns = {
-        "x": [_Turn([reply(0, 2), failed, reply(0, 6)], 8.0), _Turn([failed] * 3, 1.0)],
-        "y": [_Turn([reply(0, 3)] * 3, 9.0)] * 2,
+        "x": [Turn([reply(0, 2), failed, reply(0, 6)], 8.0), Turn([failed] * 3, 1.0)],
+        "y": [Turn([reply(0, 3)] * 3, 9.0)] * 2,
     }
     assert _answered(turns) == [0, 2]
     series = _of_turns("x", turns["x"], [0, 2], 1)
@@ -84,7 +84,7 @@ def test_questions_that_a_contestant_has_never_answered_are_left_out_of_all():
 def test_statistics_are_added_by_question():
     told = SpeculationStats(drafter="server", drafts=2, accepted_tokens=3)
     told.accepted_per_position = [2, 1]
-    turns = [_Turn([reply(0, 2, stats=told)], 2.0)] * 2
+    turns = [Turn([reply(0, 2, stats=told)], 2.0)] * 2
     series = _of_turns("x", turns, [0], 1)
     assert len(series.speculation_stats) == 1 and series.total("drafts") == 4
     assert series.mean_acceptance_length == 2.5 and series.acceptance_per_position == [1.0, 0.5]

@@ -55,6 +55,7 @@ class Server:
         model: name of the model; None for the only one that it serves.
         api_key: sent with every request.
         timeout: seconds that a request may take.
+        option: the option that named it, for messages.
 
     Attributes:
         name: scheme, host and port.
@@ -69,19 +70,25 @@ class Server:
     """
 
     def __init__(
-        self, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 600
+        self,
+        url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600,
+        option: str = "--url",
     ):
-        http = require("httpx2", "--url")
+        http = require("httpx2", option)
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             valid = False
         if not valid:
-            raise ValueError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+            raise ValueError(f"{option} {url}: expected an address such as http://127.0.0.1:8000")
         self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._origin = f"{parts.scheme}://{parts.netloc}"
         self._base = self._origin + (parts.path.rstrip("/") or "/v1")
+        self._where = f"{option} {self.name}"
         self.model, self.is_ours = model, False
         self.endpoint, self.fields = COMPLETIONS, list(OPTIONAL)
         self._timeout = timeout
@@ -123,7 +130,7 @@ class Server:
             reasons.append(f"{endpoint}: {reply.error}")
             if reply.status not in _REFUSED:
                 break
-        raise ValueError(f"--url {self.name}: {'; '.join(reasons)}")
+        raise ValueError(f"{self._where}: {'; '.join(reasons)}")
 
     def ask_all(
         self, questions: Sequence[Question], streams: int, ends: bool = False, **options: Any
@@ -154,18 +161,36 @@ class Server:
         self._run(everything())
         return [replies[number] for number in range(len(questions))]
 
+    def ask_whole(self, question: Question, **options: Any) -> dict[str, Any]:
+        """The JSON object with which the server answers a question without a stream.
+
+        Raises:
+            ValueError: if it does not; the message has its reason.
+        """
+        body = self._body(question, False, {"seed": 0, **options})
+        del body["stream"], body["stream_options"]
+        return self._told("POST", f"{self._base}/{self.endpoint}", json=body)
+
+    def told(self, path: str) -> dict[str, Any]:
+        """The JSON object that the server has at a path, such as ``"/pair"``.
+
+        Raises:
+            ValueError: if it has none; the message has its reason.
+        """
+        return self._told("GET", f"{self._origin}{path}")
+
     def counters(self) -> SpeculationStats | None:
         """vLLM's counters of speculation at ``/metrics``, over all requests so far; None without them."""
         try:
-            status, raw = self._run(self._get(f"{self._origin}/metrics"))
+            status, raw = self._run(self._fetch("GET", f"{self._origin}/metrics"))
             return _counted_stats(raw.decode()) if status == 200 else None
         except (*self._expected, OverflowError):
             return None
 
     def _find_model(self) -> None:
-        where = f"--url {self.name}"
+        where = self._where
         try:
-            status, raw = self._run(self._get(f"{self._base}/models"))
+            status, raw = self._run(self._fetch("GET", f"{self._base}/models"))
             if status != 200:
                 raise ValueError(f"status {status}: {message_of(raw)}")
             models = parsed(raw).get("data")
@@ -248,8 +273,18 @@ class Server:
                 "the server counts no tokens (stream_options.include_usage), so speed is not known"
             )
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
-        async with self._http.stream("GET", url) as answer:
+    def _told(self, method: str, url: str, **options: Any) -> dict[str, Any]:
+        try:
+            status, raw = self._run(self._fetch(method, url, **options))
+            if status != 200:
+                raise ValueError(f"status {status}: {message_of(raw)}")
+            return parsed(raw)
+        except self._expected as error:
+            path = url.removeprefix(self._origin)
+            raise ValueError(f"{self.name}, {path}: {_reason(error)}") from error
+
+    async def _fetch(self, method: str, url: str, **options: Any) -> tuple[int, bytes]:
+        async with self._http.stream(method, url, **options) as answer:
             return answer.status_code, await _limited(answer)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -40,7 +40,7 @@ class ServedSeries(Series):
     Attributes:
         streams: number of requests at a time.
         places: the number of each question.
-        answers: for each question, the text of every turn.
+        replies: for each question, the replies of all turns, without those that failed.
         latencies: of all requests that succeeded.
         throughput: new tokens of all requests over the wall time, for each turn.
         requests: number of requests, failed ones included.
@@ -49,7 +49,7 @@ class ServedSeries(Series):
 
     streams: int = 1
     places: list[int] = field(default_factory=list)
-    answers: list[list[str]] = field(default_factory=list)
+    replies: list[list[Reply]] = field(default_factory=list)
     throughput: list[float] = field(default_factory=list)
     requests: int = 0
     prompt_tokens: int = 0
@@ -59,6 +59,11 @@ class ServedSeries(Series):
     def unique_4grams(self) -> float:
         """``unique_ngram_fraction`` of the words of all texts."""
         return unique_ngram_fraction([turns[0].split() for turns in self.answers])
+
+    @property
+    def answers(self) -> list[list[str]]:
+        """For each question, the texts of all turns."""
+        return [[reply.text for reply in turns] for turns in self.replies]
 
     def more(self) -> dict[str, Any]:
         return {
@@ -70,7 +75,7 @@ class ServedSeries(Series):
 
 
 @dataclass
-class _Turn:
+class Turn:
     """What a contestant answered in one turn.
 
     Attributes:
@@ -85,24 +90,36 @@ class _Turn:
 
 
 @dataclass(frozen=True)
-class _Contestant:
+class ServedContestant:
     """A server and the fields of its requests."""
 
     server: Server
     fields: dict[str, Any]
 
-    def turn(self, asked: Sequence[Question], streams: int, **options: Any) -> _Turn:
+    def turn(self, asked: Sequence[Question], streams: int, **options: Any) -> Turn:
         # Our server tells the statistics of each request.
         before = None if self.server.is_ours else self.server.counters()
         began = time.perf_counter()
         replies = self.server.ask_all(asked, streams, **self.fields, **options)
         seconds = time.perf_counter() - began
         after = None if before is None else self.server.counters()
-        return _Turn(replies, seconds, _grown(before, after))
+        return Turn(replies, seconds, _grown(before, after))
+
+
+class UnansweredError(ValueError):
+    """No question was answered by all contestants.
+
+    Attributes:
+        failing: the contestants of which a request failed.
+    """
+
+    def __init__(self, message: str, failing: Iterable[str]):
+        super().__init__(message)
+        self.failing = frozenset(failing)
 
 
 # The turns of each contestant by its name.
-_Turns = dict[str, list[_Turn]]
+_Turns = dict[str, list[Turn]]
 
 
 def compare_servers(
@@ -136,13 +153,61 @@ def compare_servers(
     Raises:
         ValueError: if a server can't be measured, or if no question was answered by all contestants.
     """
-    _connect(servers, conversations, speculation, chat)
-    asked, cut = questions(conversations, partial(_answer, servers[0], max_new_tokens))
+    connect(servers, conversations, chat)
+    for server in servers:
+        if speculation and not server.is_ours:
+            raise ValueError(
+                f"--speculation: {server.name} is not specdec serve and drafts as it was started; leave the "
+                "option out"
+            )
+    asked, cut = ask(servers[0], conversations, max_new_tokens)
     contestants, plain = _contestants(servers, speculation)
-    remarks = _remarks(servers, cut, plain)
+    reports = compare_contestants(
+        contestants,
+        asked,
+        plain=plain,
+        streams=streams,
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+    )
+    remarks = remarks_on(servers, cut)
+    if plain is None:
+        remarks.append(
+            "no contestant is known to decode without drafts; pass a server without speculation as the first "
+            "--url, then ratios are to it"
+        )
+    for report in reports:
+        report.remarks += remarks
+    return reports
+
+
+def compare_contestants(
+    contestants: Mapping[str, ServedContestant],
+    asked: Sequence[Question],
+    *,
+    plain: str | None,
+    streams: Sequence[int],
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    repeats: int,
+) -> list[Report]:
+    """A report for each number of streams and temperature, all of which are measured in turn.
+
+    Args:
+        contestants: by name; ratios are to the first of them without ``plain``.
+        asked: what each of them answers in each turn.
+        plain: name of the contestant that is known to decode without drafts; None if there is none.
+        streams, temperatures, max_new_tokens, repeats: as for :func:`compare_servers`.
+
+    Raises:
+        UnansweredError: if no question was answered by all contestants.
+    """
+    servers = list(dict.fromkeys(each.server for each in contestants.values()))
     cells = list(product(streams, temperatures))
     measured = _measured(contestants, asked, cells, max_new_tokens, repeats)
     reports, lost = [], []
+    failing: set[str] = set()
     reference: ServedSeries | None = None  # greedy texts do not depend on the number of streams
     for (number, temperature), turns in zip(cells, measured, strict=True):
         settings = {
@@ -155,9 +220,11 @@ def compare_servers(
         }
         places = _answered(turns)
         if not places:
+            errors = _first_errors(turns)
+            failing |= errors.keys()
             lost.append(
                 f"streams {number}, temperature {temperature:g}: no prompt was answered by all contestants. "
-                f"{_first_errors(turns)}"
+                f"{_listed(errors)}"
             )
             continue
         series = {name: _of_turns(name, each, places, number) for name, each in turns.items()}
@@ -169,22 +236,22 @@ def compare_servers(
             _compare(report, series, series[report.baseline], asked)
         reports.append(report)
     if not reports:
-        raise ValueError("; ".join(lost))
+        raise UnansweredError("; ".join(lost), failing)
     for report in reports:
-        report.remarks = [*lost, *remarks, *report.remarks]
+        report.remarks = [*lost, *report.remarks]
     return reports
 
 
-def _connect(
-    servers: Sequence[Server],
-    conversations: Sequence[Conversation],
-    speculation: Sequence[str],
-    chat: bool | None,
+def connect(
+    servers: Sequence[Server], conversations: Sequence[Conversation], chat: bool | None
 ) -> None:
     """Connect all servers, which are then asked in the same way.
 
+    Args:
+        servers, conversations, chat: as for :func:`compare_servers`.
+
     Raises:
-        ValueError: as :func:`compare_servers`.
+        ValueError: if a server does not answer, or can't be measured.
     """
     endpoints = [CHAT] if chat else [COMPLETIONS]
     if chat is None and all(each.is_chat for each in conversations):
@@ -192,11 +259,13 @@ def _connect(
     for server in servers:
         server.connect(Question("", "", conversations[0].turns[:1]), endpoints)
         endpoints = [server.endpoint]
-        if speculation and not server.is_ours:
-            raise ValueError(
-                f"--speculation: {server.name} is not specdec serve and drafts as it was started; leave the "
-                "option out"
-            )
+
+
+def ask(
+    server: Server, conversations: Sequence[Conversation], max_new_tokens: int
+) -> tuple[list[Question], list[str]]:
+    """The questions of :func:`questions`; later turns follow the greedy answers of a server."""
+    return questions(conversations, partial(_answer, server, max_new_tokens))
 
 
 def _report(
@@ -222,7 +291,7 @@ def _answer(server: Server, max_new_tokens: int, messages: Sequence[str]) -> str
 
 def _contestants(
     servers: Sequence[Server], speculation: Sequence[str]
-) -> tuple[dict[str, _Contestant], str | None]:
+) -> tuple[dict[str, ServedContestant], str | None]:
     """The contestants, and the name of the one that is known to decode without drafts."""
     made, plain = {}, None
     for server in servers:
@@ -231,16 +300,16 @@ def _contestants(
             prefix, name = "", "server"
         if server.is_ours:
             plain = plain or f"{prefix}{PLAIN}"
-            made[f"{prefix}{PLAIN}"] = _Contestant(server, {"speculation": "none"})
+            made[f"{prefix}{PLAIN}"] = ServedContestant(server, {"speculation": "none"})
         for policy in speculation:
-            made[f"{prefix}{policy}"] = _Contestant(server, {"speculation": policy})
+            made[f"{prefix}{policy}"] = ServedContestant(server, {"speculation": policy})
         if not speculation:
-            made[name] = _Contestant(server, {})
+            made[name] = ServedContestant(server, {})
     return made, plain
 
 
 def _measured(
-    contestants: dict[str, _Contestant],
+    contestants: Mapping[str, ServedContestant],
     asked: Sequence[Question],
     cells: Sequence[tuple[int, float]],
     max_new_tokens: int,
@@ -249,7 +318,7 @@ def _measured(
     """The turns of all contestants in each of the cells: (streams, temperature)."""
     turns: list[_Turns] = [{name: [] for name in contestants} for _ in cells]
     calls: dict[str, Call] = {}
-    places: dict[str, list[_Turn]] = {}
+    places: dict[str, list[Turn]] = {}
     for (streams, temperature), found in zip(cells, turns, strict=True):
         for name, each in contestants.items():
             call = partial(
@@ -257,7 +326,8 @@ def _measured(
             )
             warmed_up = call(asked[:streams])
             if all(reply.error for reply in warmed_up.replies):
-                raise ValueError(f"no request succeeds. {_first_errors({name: [warmed_up]})}")
+                errors = _first_errors({name: [warmed_up]})
+                raise UnansweredError(f"no request succeeds. {_listed(errors)}", errors)
             full = f"{name}, {counted(streams, 'stream')}, temperature {temperature:g}"
             calls[full], places[full] = partial(call, asked), found[name]
     with tracked("measuring", len(calls) * repeats, "turn") as work:
@@ -282,16 +352,20 @@ def _answered(turns: _Turns) -> list[int]:
     ]
 
 
-def _first_errors(turns: _Turns) -> str:
+def _first_errors(turns: _Turns) -> dict[str, str]:
     """The first error of each contestant that has one."""
     errors = {
         name: [reply.error for turn in found for reply in turn.replies if reply.error]
         for name, found in turns.items()
     }
-    return "; ".join(f"{name}: {found[0]}" for name, found in errors.items() if found)
+    return {name: found[0] for name, found in errors.items() if found}
 
 
-def _of_turns(name: str, turns: list[_Turn], places: list[int], streams: int) -> ServedSeries:
+def _listed(errors: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {error}" for name, error in errors.items())
+
+
+def _of_turns(name: str, turns: list[Turn], places: list[int], streams: int) -> ServedSeries:
     series = ServedSeries(name, streams=min(streams, len(turns[0].replies)), places=places)
     told = []
     for place in places:
@@ -299,7 +373,7 @@ def _of_turns(name: str, turns: list[_Turn], places: list[int], streams: int) ->
         middle = sorted(good, key=lambda reply: reply.seconds)[(len(good) - 1) // 2]
         series.seconds.append(middle.seconds / series.streams)
         series.new_tokens.append(middle.tokens)
-        series.answers.append([reply.text for reply in good])
+        series.replies.append(good)
         told.append(_sum([reply.stats for reply in good]))
     counts = _sum([turn.counted for turn in turns])
     series.speculation_stats = [each for each in told if each] or ([counts] if counts else [])
@@ -377,7 +451,7 @@ def _difference(expected: str, text: str) -> str:
     return f"differs at character {at} ({' instead of '.join(shown)})"
 
 
-def _remarks(servers: Sequence[Server], cut: Sequence[str], plain: str | None) -> list[str]:
+def remarks_on(servers: Sequence[Server], cut: Sequence[str]) -> list[str]:
     """What has to be known about the servers and the questions."""
     form = "chat completions" if servers[0].endpoint == CHAT else "completions"
     remarks = [f"requests are {form}"]
@@ -389,11 +463,6 @@ def _remarks(servers: Sequence[Server], cut: Sequence[str], plain: str | None) -
         remarks.append(
             f"{counted(len(cut), 'conversation')} without later turns, because an earlier one failed: "
             f"{', '.join(cut[:5])}"
-        )
-    if plain is None:
-        remarks.append(
-            "no contestant is known to decode without drafts; pass a server without speculation as the first "
-            "--url, then ratios are to it"
         )
     return remarks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from specdec_ext.heads.checkpoints.config.fields import Fields, shown
 from specdec_ext.heads.checkpoints.storage.hub import on_disk
 
+_CONFIG, _INDEX = "config.json", ".index.json"
 # If a folder holds several kinds of weights, the first of this list is used.
 _PREFERRED = (
     "model.safetensors",
@@ -87,19 +88,44 @@ def open_checkpoint(
         OSError: if the path or hub id does not exist.
         ValueError: for files that can't be read.
     """
+    config_file, weights = _places(path, revision, token)
+    source = str(path)
+    config = Fields(read_json(config_file), f"{source}/{config_file.name}")
+    return Checkpoint(source, config, _stored_tensors(weights))
+
+
+def checkpoint_files(
+    path: str | Path, revision: str | None = None, token: str | bool | None = None
+) -> list[Path]:
+    """Return config.json and the weight files of a checkpoint, with those that an index lists.
+
+    Args:
+        path, revision, token: as for :func:`open_checkpoint`; a hub id is downloaded.
+
+    Raises:
+        OSError: if the checkpoint, or one of its files, does not exist.
+        ValueError: if the weight files can't be told.
+    """
+    config_file, weights = _places(path, revision, token)
+    files = [config_file, weights]
+    if weights.name.endswith(_INDEX):
+        files += _shards(weights, _listed(weights))
+    if not config_file.is_file():
+        raise _missing(config_file)
+    return files
+
+
+def _places(path: str | Path, revision: str | None, token: str | bool | None) -> tuple[Path, Path]:
+    """The files with the config and with the weights, or with the index of the weights."""
     if not str(path):
         raise ValueError(
             "the path of the checkpoint is empty; expected a folder, a file or a hub id"
         )
     given = on_disk(path, revision, token)
     if given is not None and given.is_file():
-        folder, weights = given.parent, given
-    else:
-        folder = given or _downloaded(str(path), revision, token)
-        weights = _weights_in(folder, str(path))
-    config = read_json(folder / "config.json")
-    source = str(path)
-    return Checkpoint(source, Fields(config, f"{source}/config.json"), _stored_tensors(weights))
+        return given.parent / _CONFIG, given
+    folder = given or _downloaded(str(path), revision, token)
+    return folder / _CONFIG, _weights_in(folder, str(path))
 
 
 def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Path:
@@ -145,7 +171,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: if it holds anything but a JSON object, or is too large.
     """
     if not path.is_file():
-        raise OSError(f"{path} is missing; a checkpoint has this file beside its weights")
+        raise _missing(path)
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(
             f"{path} has {path.stat().st_size} bytes; expected at most {_MAX_JSON_BYTES} for a config or "
@@ -160,8 +186,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _missing(path: Path) -> OSError:
+    return OSError(f"{path} is missing; a checkpoint has this file beside its weights")
+
+
 def _stored_tensors(weights: Path) -> dict[str, StoredTensor]:
-    if weights.name.endswith(".index.json"):
+    if weights.name.endswith(_INDEX):
         return _sharded(weights)
     if weights.suffix == ".safetensors":
         return _safetensors(weights)
@@ -170,16 +200,10 @@ def _stored_tensors(weights: Path) -> dict[str, StoredTensor]:
 
 def _sharded(index: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all files that an index lists."""
-    listed = Fields(read_json(index), str(index)).section("weight_map").values
-    if not listed:
-        raise ValueError(
-            f"{index} lists no tensors; expected weight_map with the file of each tensor"
-        )
+    listed = _listed(index)
     tensors: dict[str, StoredTensor] = {}
-    for name in _file_names(listed.values(), index):
-        if not (index.parent / name).is_file():
-            raise OSError(f"{index} lists {name!r}, which is missing; download it again")
-        shard = _stored_tensors(index.parent / name)
+    for file in _shards(index, listed):
+        shard = _stored_tensors(file)
         if shard.keys() & tensors.keys():
             raise ValueError(
                 f"{index}: tensor {min(shard.keys() & tensors.keys())} is in two files"
@@ -193,14 +217,28 @@ def _sharded(index: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _file_names(values: Iterable[Any], index: Path) -> list[str]:
+def _listed(index: Path) -> Mapping[str, Any]:
+    """Tensor -> file, as an index lists them."""
+    listed = Fields(read_json(index), str(index)).section("weight_map").values
+    if not listed:
+        raise ValueError(
+            f"{index} lists no tensors; expected weight_map with the file of each tensor"
+        )
+    return listed
+
+
+def _shards(index: Path, listed: Mapping[str, Any]) -> list[Path]:
+    """The files that an index lists."""
     names = set()
-    for value in values:
+    for value in listed.values():
         # An index must not refer to files outside of its folder.
         if not isinstance(value, str) or Path(value).name != value or value.endswith(".json"):
             raise ValueError(f"{index}: {value!r} is not the name of a weight file beside it")
         names.add(value)
-    return sorted(names)
+    for name in sorted(names):
+        if not (index.parent / name).is_file():
+            raise OSError(f"{index} lists {name!r}, which is missing; download it again")
+    return [index.parent / name for name in sorted(names)]
 
 
 def _safetensors(path: Path) -> dict[str, StoredTensor]:
