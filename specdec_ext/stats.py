@@ -46,6 +46,8 @@ class SpeculationStats(Summarised):
         dropped: steps of the whole batch whose draft was not verified.
         nothing_proposed: steps of the whole batch in which the drafter had nothing to propose.
         probes: steps of the whole batch that tried an option that was not in use.
+        timed_seconds: seconds of the steps that the controller has timed; only with ``"auto"``.
+        plain_seconds: estimated seconds of plain decoding for the same tokens.
         reruns: target passes that were repeated without drafts, because the logits contained NaN. In this
             case drafted tokens overflow the model's dtype, or the model is broken.
         host_processors: class names of the logits processors that are called at every visited node, with the
@@ -72,6 +74,8 @@ class SpeculationStats(Summarised):
     dropped: int = 0
     nothing_proposed: int = 0
     probes: int = 0
+    timed_seconds: float = 0.0
+    plain_seconds: float = 0.0
     reruns: int = 0
     host_processors: list[str] = field(default_factory=list)
     report: Report | None = None
@@ -156,7 +160,7 @@ class SpeculationStats(Summarised):
                 mine += [0] * (len(value) - len(mine))
                 for i, count in enumerate(value):
                     mine[i] += count
-            elif isinstance(value, int):
+            elif isinstance(value, (int, float)):
                 setattr(self, name, mine + value)
 
     def count_plain(self, steps: int = 1) -> None:

@@ -11,7 +11,7 @@ from helpers.models.tiny import tiny_model
 from helpers.texts.tiny_text import tiny_tokenizer
 from transformers import LogitsProcessor, StoppingCriteria
 
-from specdec_ext import Drafter, DraftTree, generate
+from specdec_ext import Drafter, DraftTree, SpeculationConfig, generate
 from specdec_ext.engine import Engine, engine
 from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.engine.request import Request
@@ -134,6 +134,35 @@ def test_a_step_reads_as_many_prompts_as_its_budget_allows(model, monkeypatch):
         for ids, handle in zip(prompts, handles, strict=True):
             assert handle.result(60) == text_of(model, ids, max_new_tokens=20)
     assert [each for each in read if each] == [[1], [3, 4], [8], [4], [5, 2]]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "head"])
+def test_waiting_and_prompts_are_no_part_of_a_step(model, monkeypatch, drafter):
+    """An engine that waits for requests, or reads their prompts, does not look slow to the controller."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    prefill = Request.prefill
+
+    def long_prefill(request):
+        now[0] += 1000.0
+        return prefill(request)
+
+    monkeypatch.setattr(Request, "prefill", long_prefill)
+    with Engine(
+        model, drafter=DRAFTERS[drafter](), speculation=SpeculationConfig(clock=clock)
+    ) as decoder:
+        for _ in range(3):
+            first = decoder.submit([4, 5, 6] * 5, max_new_tokens=80)
+            decoder.submit(PROMPT, max_new_tokens=40).result(60)  # joins the other one
+            first.result(60)
+            now[0] += 1000.0
+        stats = decoder.stats()
+    assert stats.steps > 100
+    assert 0 < stats.timed_seconds < 10 and 0 < stats.plain_seconds < 10
 
 
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(model):

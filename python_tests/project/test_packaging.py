@@ -253,7 +253,7 @@ def test_sources_are_complete(tmp_path):
     printed = check_call(sys.executable, "-c", code, cwd=tmp_path / "source")
     with tarfile.open(tmp_path / printed.splitlines()[-1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ("specdec_ext", "csrc", "build_support", "python_tests", "profiling/")
+    folders = ("specdec_ext", "csrc", "build_support", "python_tests", "profiling/", "deploy/")
     needed = {str(path) for path in repository_files() if path.as_posix().startswith(folders)}
     needed = {name for name in needed if not name.startswith("profiling/results")}
     assert needed - names == set()
@@ -379,13 +379,13 @@ def test_ci_runs_make_test_and_passes_its_failure_on(tmp_path):
 
 
 @pytest.mark.parametrize("installs", [True, False])
-def test_ci_installs_a_browser_or_says_what_is_skipped(tmp_path, installs):
+def test_ci_installs_programs_or_says_what_is_skipped(tmp_path, installs):
     """Every command but bash and dirname is a fake, so nothing is installed."""
     fakes = {
         "make": "echo make",
         "id": "echo 0",
-        "apt-get": 'echo "apt-get $*"'
-        + (f" && cp {tmp_path}/id {tmp_path}/chromium" if installs else "; exit 1"),
+        "apt-get": f"""echo "apt-get $*"; [ {installs} = True ] || exit 1
+            if [ "$1" = install ]; then cp {tmp_path}/id "{tmp_path}/${{5/prometheus/promtool}}"; fi""",
     }
     for name, script in fakes.items():
         (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
@@ -397,8 +397,9 @@ def test_ci_installs_a_browser_or_says_what_is_skipped(tmp_path, installs):
     )
     assert (done.stdout, done.returncode) == ("make\n", 0)
     assert "apt-get update" in done.stderr
-    assert ("--no-install-recommends chromium" in done.stderr) == installs
-    assert ("are skipped" in done.stderr) == (not installs)
+    for program, package in (("chromium", "chromium"), ("promtool", "prometheus")):
+        assert (f"--no-install-recommends {package}" in done.stderr) == installs
+        assert (f"no {program}: the tests that need it are skipped" in done.stderr) != installs
 
 
 def test_workflow_runs_the_same_two_commands():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import specdec_ext
 from specdec_ext import assets
 from specdec_ext.cli import app
+from specdec_ext.rollout.lock import ReferenceAcceptance
 
 README = (ROOT / "README.md").read_text()
 PAGES = {
@@ -98,6 +99,7 @@ SHORT = {
     "breakeven": "--max-new-tokens 8",
     "rollout": "--prompts {texts} --max-new-tokens 4 --repeats 1 --gate equal>=1.0",
     "check": "--prompts {texts} --max-new-tokens 4",
+    "watch": "--once --window 0.2 --interval 0.1",
     "train": "--updates 1 --batch-size 2 --max-length 48 --steps 2 --max-new-tokens 8 --work {new}",
 }
 NUMBERS = re.compile(r"\d{4,}")  # sizes that are too large for the bundled model
@@ -129,7 +131,8 @@ def test_every_command_runs(command, tmp_path):
             word = str(tmp_path / word)
         words.append(NUMBERS.sub("512", stand_for.get(word, word)))
     if "--lock" in words:
-        pair = specdec_ext.PairLock.of(assets.load_target(), "auto")
+        reference = ReferenceAcceptance(100, 300, (80, 60), 120, 260)
+        pair = specdec_ext.PairLock.of(assets.load_target(), "auto", reference=reference)
         words[words.index("pair.lock")] = str(pair.save(tmp_path / "pair.lock"))
     extra = SHORT.get(command[0], "").format(texts=prompts, new=tmp_path / "work")
     with ExitStack() as stack:

@@ -109,6 +109,22 @@ def test_drafting_ends_when_drafts_turn_wrong_and_begins_when_they_turn_right():
         assert inside > 20 and len(places) - inside < inside
 
 
+def test_the_counted_seconds_are_those_of_the_report():
+    """Counters of several calls can be subtracted and divided, as monitoring does."""
+    world = World(verify)
+    drafter = world.drafter(always(0.8), head_cost, **CHAINS)
+    first, second = (world.run(drafter, 128) for _ in range(2))
+    for stats in (first, second):
+        assert stats.plain_seconds / stats.timed_seconds == pytest.approx(stats.report.gain)
+        assert stats.timed_seconds == pytest.approx(stats.seconds["verify"], rel=0.05)
+        assert stats.plain_seconds == pytest.approx(127 * verify(1, 1), rel=0.1)
+    total = SpeculationStats()
+    total.add(first)
+    total.add(second)
+    assert total.timed_seconds == first.timed_seconds + second.timed_seconds
+    assert total.plain_seconds == first.plain_seconds + second.plain_seconds
+
+
 def test_probes_become_rare():
     world = World(verify)
     drafter = world.drafter(always(0.0), lookup_cost, **CHAINS)

@@ -33,6 +33,7 @@ from helpers.serving import (
 from specdec_ext import assets
 from specdec_ext.engine import Engine
 from specdec_ext.engine.loop import EngineLoop
+from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 from specdec_ext.serve.app import create_app
 from specdec_ext.serve.logs import configure
 from specdec_ext.serve.service import Settings
@@ -239,6 +240,11 @@ COUNTERS = {
     "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total",
     "vllm:request_success_total",
+    "specdec:spec_decode_num_reached_per_pos_total",
+    "specdec:steps_total",
+    "specdec:step_tokens_total",
+    "specdec:timed_seconds_total",
+    "specdec:plain_seconds_total",
 }
 GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
 HISTOGRAMS = {
@@ -311,7 +317,18 @@ def test_metrics_have_the_names_of_vllm_and_the_counts_of_the_requests(server):
         if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     ]
     assert sum(by_position) == sum(each["num_accepted_draft_tokens"] for each in statistics)
-    assert ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position=0") in found
+    by_position = {
+        name: [found[f"{name}_per_pos_total", f"position={position}"] for position in range(3)]
+        for name in ("vllm:spec_decode_num_accepted_tokens", "specdec:spec_decode_num_reached")
+    }
+    stats = server.engine.stats()
+    assert list(by_position.values()) == [
+        stats.accepted_per_position[:3],
+        stats.reached_per_position[:3],
+    ]
+    assert found["specdec:steps_total", ""] == stats.steps > 0
+    assert found["specdec:step_tokens_total", ""] == stats.emitted_tokens == 78  # without the first
+    assert not any(name.startswith("specdec:reference") for name in names)
     for name in ("time_to_first_token", "e2e_request_latency", "request_decode_time"):
         assert found[f"vllm:{name}_seconds_count", ""] == 2
     # One sample per token after the first burst, which has one token; chunks are fewer.
@@ -321,6 +338,35 @@ def test_metrics_have_the_names_of_vllm_and_the_counts_of_the_requests(server):
     assert found["vllm:inter_token_latency_seconds_sum", ""] == pytest.approx(gaps)
     fine = [labels for name, labels in found if name == "vllm:inter_token_latency_seconds_bucket"]
     assert sum(float(label.removeprefix("le=")) < 0.01 for label in fine) >= 6
+
+
+def test_metrics_have_the_times_of_the_controller_and_the_acceptance_in_the_lock():
+    """``speculation="auto"`` times its steps, and positions of a lock count from 0 like those of requests."""
+    reference = ReferenceAcceptance(1000, 3000, (800, 600), 1200, 2600)
+    with serving({"speculation": "auto", "drafter": "ngram"}, reference=reference) as server:
+        body = dict(model=MODEL, prompt=PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
+        server.post("/v1/completions", **body)
+        until(lambda: samples(server.http.get("/metrics").text)[ENDED] == 1)
+        found = samples(server.http.get("/metrics").text)
+    assert found["specdec:timed_seconds_total", ""] > 0
+    assert found["specdec:plain_seconds_total", ""] > 0
+    expected = {"accepted": {0: 800, 1: 600}, "reached": {0: 1000, 1: 800}}
+    for name, counts in expected.items():
+        shown = {
+            labels: value
+            for (metric, labels), value in found.items()
+            if metric == f"specdec:reference_{name}_per_pos"
+        }
+        assert shown == {f"position={position}": count for position, count in counts.items()}
+
+
+def test_a_server_with_a_lock_exports_its_reference(tmp_path):
+    reference = ReferenceAcceptance(1000, 3000, (800, 600), 1200, 2600)
+    lock = PairLock.of(target(), "ngram", reference=reference).save(tmp_path / "pair.lock")
+    with serve_command(tmp_path, "--drafter", "ngram", "--lock", str(lock)) as (_, url, _log):
+        found = samples(httpx.get(url.replace("/v1", "/metrics")).text)
+    assert found["specdec:reference_reached_per_pos", "position=1"] == 800
+    assert found["specdec:reference_accepted_per_pos", "position=1"] == 600
 
 
 def test_gauges_show_the_load(server, monkeypatch):

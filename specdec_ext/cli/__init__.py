@@ -26,6 +26,7 @@ from specdec_ext.cli.rollout import rollout
 from specdec_ext.cli.serve import serve
 from specdec_ext.cli.train import train
 from specdec_ext.cli.version import version
+from specdec_ext.cli.watch import watch
 from specdec_ext.display import disable_progress, enable_progress
 
 __all__ = ["app"]
@@ -78,6 +79,7 @@ COMMANDS = (
     check,
     rollout,
     serve,
+    watch,
     inspect,
     plan,
     keywords,

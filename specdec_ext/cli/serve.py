@@ -123,6 +123,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
         pair=partial(PairLock.of, target, proposer, speculation=speculation),
+        reference=None if locked is None else locked.reference,
     )
     configure(log_format)
     with user_errors():

@@ -37,6 +37,7 @@ class EngineLoop(DecodingLoop):
             no_rows = TargetOutput(batch.context.input_ids.new_zeros(0, 1, target.vocab_size))
             drafter.start(batch.context, target.model, no_rows)
             policy.begin(batch.context, batch.stats)
+            policy.stop_clock()
 
     def join(self, request: Request, output: TargetOutput) -> None:
         """Let a request join that has emitted its first token.
@@ -56,7 +57,11 @@ class EngineLoop(DecodingLoop):
 
     def step(self) -> None:
         reruns = self.stats.reruns
+        if self.policy is not None:
+            self.policy.start_clock()
         super().step()
+        if self.policy is not None:
+            self.policy.stop_clock()
         if self.stats.reruns > reruns:
             # Those rows have kept nothing, and other rows go on: the next block is behind slots with NaN.
             self.target.clear_rejected()

@@ -187,6 +187,14 @@ class ReferenceAcceptance:
         return sum(self.accepted_per_position)
 
     @property
+    def reached_per_position(self) -> list[int]:
+        """Drafts whose tokens before position i were all accepted: the drafts, then those accepted so far.
+
+        The lock does not say how long drafts were, so one that ended before position i is counted, too.
+        """
+        return [self.drafts, *self.accepted_per_position][: len(self.accepted_per_position)]
+
+    @property
     def acceptance_per_position(self) -> list[float]:
         """Share of drafts whose first i tokens were accepted, i = 1, 2, ... (unconditional)."""
         return [count / self.drafts for count in self.accepted_per_position]

@@ -105,6 +105,7 @@ class Controller(Policy):
         self._acceptance = Acceptance(self._memory.acceptance)
         self._savings = CallSavings(self._memory.savings)
         self._gain = Gain()
+        self._stopped: float | None = None  # when the clock was stopped
         self._step = 0
         self._rows = 0  # active rows at the last choice
         # Plain steps that are already decided: the number to come, and the number done but not timed yet.
@@ -568,7 +569,7 @@ class Controller(Policy):
                 self._hold = 0
         worth = self._savings.plain_time(emitted, rows, reference or 0.0)
         plain = worth if drafted else took
-        self._gain.add(took, plain)
+        self._count_gain(took, plain)
         # Credit has paid for what a probe of a model's drafts loses in its first step.
         if drafted and reference and (plain > took or not self._begins_probe):
             # Limited to twice the usual time: the step may have been interrupted, or a first call.
@@ -587,8 +588,13 @@ class Controller(Policy):
         self._learn_plain(took / steps, steps)
         self._earn(took, self._verify(1), self._settle(steps, took, self._verify(1)))
         self._savings.plain_time(steps * self._rows, self._rows, self._verify(1) or 0.0, steps)
-        self._gain.add(took, took)
+        self._count_gain(took, took)
         self._stats.count_plain(steps)
+
+    def _count_gain(self, took: float, plain: float) -> None:
+        self._gain.add(took, plain)
+        self._stats.timed_seconds += took
+        self._stats.plain_seconds += plain
 
     def _unsettle(self, after_draft: bool) -> None:
         """Note that the next plain steps are slower than others."""
@@ -684,6 +690,14 @@ class Controller(Policy):
 
     def join(self, rows: Sequence[int]) -> None:
         self._acceptance.forget(rows)
+
+    def stop_clock(self) -> None:
+        self._stopped = self._clock()
+
+    def start_clock(self) -> None:
+        if self._stopped is not None:
+            self._step_began += self._clock() - self._stopped
+            self._stopped = None
 
     def end(self) -> None:
         memory = self._memory

@@ -89,6 +89,12 @@ class Policy:
     def join(self, rows: Sequence[int]) -> None:
         """Take note of rows that have joined; each has the number of a row that has ended or never began."""
 
+    def stop_clock(self) -> None:
+        """Time is no part of a step from now on: the loop waits, or reads prompts of rows that will join."""
+
+    def start_clock(self) -> None:
+        """Time is a part of the next step again."""
+
     def end(self) -> None:
         """End the call."""
 

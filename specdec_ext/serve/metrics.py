@@ -7,7 +7,7 @@ as requests are answered.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from specdec_ext.engine import AnyEngine, Handle
+from specdec_ext.rollout.lock import ReferenceAcceptance
+from specdec_ext.serve import names
 
 _LABELS = ("model_name", "engine")
 # Seconds. vLLM's buckets begin at 10 ms or later, where accepted drafts would all look alike.
@@ -24,8 +26,8 @@ _BUCKETS = [
     1280.0,
 ]  # fmt: skip
 _HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": "Time from the arrival of a request to its first token.",
-    "vllm:inter_token_latency_seconds": "Time between tokens; that of a burst is divided by its tokens.",
+    names.TIME_TO_FIRST_TOKEN: "Time from the arrival of a request to its first token.",
+    names.INTER_TOKEN_LATENCY: "Time between tokens; that of a burst is divided by its tokens.",
     "vllm:request_time_per_output_token_seconds": "Mean time per token of a request after its first.",
     "vllm:e2e_request_latency_seconds": "Time from the arrival of a request to its end.",
     "vllm:request_queue_time_seconds": "Time that a request waited for its prompt pass.",
@@ -35,7 +37,7 @@ _HISTOGRAMS = {
 }
 _COUNTERS = {
     "vllm:prompt_tokens": "Number of tokens of prompts.",
-    "vllm:generation_tokens": "Number of tokens that were emitted.",
+    names.GENERATION_TOKENS: "Number of tokens that were emitted.",
     "vllm:prefix_cache_queries": "Number of tokens of prompts that were looked up among earlier prompts.",
     "vllm:prefix_cache_hits": "Number of those that were not read again.",
 }
@@ -54,16 +56,20 @@ class ServerMetrics:
     Args:
         engine: the engine.
         model_name: name of the model, the value of the label ``model_name``.
+        reference: the acceptance of the pair in its lock, which is exported beside that of the requests; None
+            without a lock.
 
     Attributes:
         prompt_tokens: number of tokens of prompts that were read.
         generation_tokens: number of tokens that were emitted.
     """
 
-    def __init__(self, engine: AnyEngine, model_name: str):
+    def __init__(
+        self, engine: AnyEngine, model_name: str, reference: ReferenceAcceptance | None = None
+    ):
         self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
-        self._registry.register(_EngineCollector(engine, self._labels))
+        self._registry.register(_EngineCollector(engine, self._labels, reference))
         self._times = {
             name: Histogram(name, text, _LABELS, buckets=_BUCKETS, registry=self._registry).labels(
                 *self._labels
@@ -86,19 +92,19 @@ class ServerMetrics:
         """Count a burst of ``count`` tokens that has just arrived."""
         now = time.perf_counter()
         self.generation_tokens += count
-        self._counts["vllm:generation_tokens"].inc(count)
+        self._counts[names.GENERATION_TOKENS].inc(count)
         if progress.last_burst is None:
             self.prompt_tokens += handle.prompt_tokens
             for name in ("vllm:prompt_tokens", "vllm:prefix_cache_queries"):
                 self._counts[name].inc(handle.prompt_tokens)
             self._counts["vllm:prefix_cache_hits"].inc(handle.reused_tokens)
             first = handle.times.first_token or now
-            self._observe("vllm:time_to_first_token_seconds", first - handle.times.submitted)
+            self._observe(names.TIME_TO_FIRST_TOKEN, first - handle.times.submitted)
         else:
             gap = now - progress.last_burst
             self._observe("specdec:chunk_gap_seconds", gap)
             for _ in range(count):
-                self._observe("vllm:inter_token_latency_seconds", gap / count)
+                self._observe(names.INTER_TOKEN_LATENCY, gap / count)
         progress.last_burst = now
 
     def ended(self, handle: Handle, num_tokens: int, reason: str) -> None:
@@ -130,33 +136,77 @@ class ServerMetrics:
 class _EngineCollector:
     """Reads the engine when the metrics are scraped."""
 
-    def __init__(self, engine: AnyEngine, labels: tuple[str, str]):
-        self._engine, self._labels = engine, labels
+    def __init__(
+        self,
+        engine: AnyEngine,
+        labels: tuple[str, str],
+        reference: ReferenceAcceptance | None,
+    ):
+        self._engine, self._labels, self._reference = engine, labels, reference
 
     def collect(self) -> Iterator[Any]:
         load, stats = self._engine.load, self._engine.stats()
         used = load.cached_tokens / load.max_tokens if load.max_tokens else 0.0
         for name, text, value in (
-            ("num_requests_running", "Number of requests that are being decoded.", load.running),
-            ("num_requests_waiting", "Number of requests that wait.", load.waiting),
-            ("kv_cache_usage_perc", "Used share of the budget of cached tokens, 0 to 1.", used),
+            (names.RUNNING, "Number of requests that are being decoded.", load.running),
+            (names.WAITING, "Number of requests that wait.", load.waiting),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Used share of the budget of cached tokens, 0 to 1.",
+                used,
+            ),
         ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        for name, text, value in (
-            ("num_drafts", "Number of drafts that were verified.", stats.drafts),
-            ("num_draft_tokens", "Number of drafted tokens.", stats.draft_tokens),
-            ("num_accepted_tokens", "Number of accepted drafted tokens.", stats.accepted_tokens),
+            yield self._filled(GaugeMetricFamily(name, text, labels=_LABELS), value)
+        for name, text, count in (
+            (names.DRAFTS, "Number of drafts that were verified.", stats.drafts),
+            (names.DRAFT_TOKENS, "Number of drafted tokens.", stats.draft_tokens),
+            (names.ACCEPTED_TOKENS, "Number of accepted drafted tokens.", stats.accepted_tokens),
+            (names.STEPS, "Number of steps of rows, with and without drafts.", stats.steps),
+            (names.STEP_TOKENS, "Number of tokens that these emitted.", stats.emitted_tokens),
+            (
+                names.TIMED_SECONDS,
+                "Seconds of the steps that the controller has timed.",
+                stats.timed_seconds,
+            ),
+            (
+                names.PLAIN_SECONDS,
+                "Estimated seconds of plain decoding for the tokens of these steps.",
+                stats.plain_seconds,
+            ),
         ):
-            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=_LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
-        by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            yield self._filled(CounterMetricFamily(name, text, labels=_LABELS), count)
+        yield self._by_position(
+            CounterMetricFamily,
+            names.ACCEPTED_PER_POSITION,
             "Number of accepted drafted tokens, by their position in the draft, from 0.",
-            labels=(*_LABELS, "position"),
+            stats.accepted_per_position,
         )
-        for position, count in enumerate(stats.accepted_per_position):
-            by_position.add_metric((*self._labels, str(position)), count)
-        yield by_position
+        yield self._by_position(
+            CounterMetricFamily,
+            names.REACHED_PER_POSITION,
+            "Number of drafted tokens all of whose predecessors were accepted, by position.",
+            stats.reached_per_position,
+        )
+        if self._reference is not None:
+            yield self._by_position(
+                GaugeMetricFamily,
+                names.REFERENCE_ACCEPTED,
+                "The same as for requests, when the pair was measured that the lock names.",
+                self._reference.accepted_per_position,
+            )
+            yield self._by_position(
+                GaugeMetricFamily,
+                names.REFERENCE_REACHED,
+                "The same as for requests, when the pair was measured that the lock names.",
+                self._reference.reached_per_position,
+            )
+
+    def _filled(self, family: Any, value: float) -> Any:
+        family.add_metric(self._labels, value)
+        return family
+
+    def _by_position(self, family: Any, name: str, text: str, counts: Sequence[int]) -> Any:
+        metric = family(name, text, labels=(*_LABELS, names.POSITION))
+        for position, count in enumerate(counts):
+            metric.add_metric((*self._labels, str(position)), count)
+        return metric

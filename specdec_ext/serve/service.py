@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specdec_ext.engine import AnyEngine
-from specdec_ext.rollout.lock import PairLock
+from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 from specdec_ext.serve.http.errors import ApiError, shown
 from specdec_ext.serve.metrics import ServerMetrics
 from specdec_ext.serve.structured import Grammars
@@ -29,6 +29,7 @@ class Settings:
         api_key: the key that clients must send; None for none.
         max_body_bytes: the most bytes of the body of a request.
         request_timeout: the most seconds that a request may take, waiting included.
+        reference: the acceptance in the lock of the pair, for the metrics; None without a lock.
         pair: returns the lock of target and draft, by hashing their files; None if they are not known.
     """
 
@@ -37,6 +38,7 @@ class Settings:
     api_key: str | None = None
     max_body_bytes: int = 4 * 2**20
     request_timeout: float = 600.0
+    reference: ReferenceAcceptance | None = None
     pair: Callable[[], PairLock] | None = None
 
 
@@ -61,7 +63,7 @@ class Service:
         self.ends: list[int] = [] if ends is None else ends if isinstance(ends, list) else [ends]
         # What the checkpoint recommends; OpenAI's defaults hold for the rest.
         self.recommended: dict[str, Any] = model.generation_config.to_diff_dict()
-        self.metrics = ServerMetrics(engine, settings.model_name)
+        self.metrics = ServerMetrics(engine, settings.model_name, settings.reference)
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.ends)
         self.texts = Texts(self.tokenizer)
         self.template = response_template(model, self.tokenizer)

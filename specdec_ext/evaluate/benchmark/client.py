@@ -13,13 +13,14 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from specdec_ext.display.text import one_line
 from specdec_ext.evaluate.benchmark.prompts import Question
 from specdec_ext.evaluate.benchmark.reply import MAX_MESSAGE, Reply, message_of, parsed
 from specdec_ext.heads.checkpoints.config.fields import shown
+from specdec_ext.preflight.address import Address
 from specdec_ext.preflight.extras import require
+from specdec_ext.serve import names
 from specdec_ext.stats import SpeculationStats
 from specdec_ext.tree.config import MAX_NODES
 
@@ -37,11 +38,11 @@ OPTIONAL = {
 }
 _REFUSED = (400, 404, 422)  # statuses that may be about a field or an endpoint
 _COUNTERS = {
-    "vllm:spec_decode_num_drafts_total": "drafts",
-    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
+    f"{names.DRAFTS}_total": "drafts",
+    f"{names.DRAFT_TOKENS}_total": "draft_tokens",
+    f"{names.ACCEPTED_TOKENS}_total": "accepted_tokens",
 }
-_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+_BY_POSITION = f"{names.ACCEPTED_PER_POSITION}_total"
 
 T = TypeVar("T")
 
@@ -78,16 +79,9 @@ class Server:
         option: str = "--url",
     ):
         http = require("httpx2", option)
-        try:
-            parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(f"{option} {url}: expected an address such as http://127.0.0.1:8000")
-        self.name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        self._origin = f"{parts.scheme}://{parts.netloc}"
-        self._base = self._origin + (parts.path.rstrip("/") or "/v1")
+        address = Address.parse(url, option)
+        self.name, self._origin = address.name, address.origin
+        self._base = self._origin + (address.path or "/v1")
         self._where = f"{option} {self.name}"
         self.model, self.is_ours = model, False
         self.endpoint, self.fields = COMPLETIONS, list(OPTIONAL)
@@ -205,12 +199,14 @@ class Server:
         known = {each["id"]: each for each in models}
         if self.model is None:
             if len(known) != 1:
-                names = ", ".join(list(known)[:10]) or "none"
-                raise ValueError(f"{where} serves {len(known)} models ({names}); pass one as MODEL")
+                listed = ", ".join(list(known)[:10]) or "none"
+                raise ValueError(
+                    f"{where} serves {len(known)} models ({listed}); pass one as MODEL"
+                )
             (self.model,) = known
         elif known and self.model not in known:
-            names = ", ".join(list(known)[:10])
-            raise ValueError(f"{where} serves no model {self.model}; it serves {names}")
+            listed = ", ".join(list(known)[:10])
+            raise ValueError(f"{where} serves no model {self.model}; it serves {listed}")
         self.is_ours = known.get(self.model, {}).get("owned_by") == OURS
 
     def _body(self, question: Question, ends: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -324,20 +320,20 @@ def _counted_stats(page: str) -> SpeculationStats | None:
     parser = require("prometheus_client.parser", "--url")
     stats = SpeculationStats(drafter="server")
     by_position: dict[int, int] = {}
-    names = set()
+    found = set()
     for family in parser.text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name in _COUNTERS:
                 name = _COUNTERS[sample.name]
                 setattr(stats, name, getattr(stats, name) + int(sample.value))
-                names.add(name)
+                found.add(name)
             elif sample.name == _BY_POSITION:
-                position = int(sample.labels.get("position", ""))
+                position = int(sample.labels.get(names.POSITION, ""))
                 if not 0 <= position < MAX_NODES:
                     raise ValueError(f"the server counts position {position}")
                 by_position[position] = by_position.get(position, 0) + int(sample.value)
     stats.accepted_per_position = [by_position.get(each, 0) for each in range(len(by_position))]
-    return stats if "drafts" in names else None
+    return stats if "drafts" in found else None
 
 
 def _reason(error: Exception) -> str:
