@@ -93,6 +93,7 @@ COMMANDS = {
 SHORT = {
     "demo": "--prompts 1 --max-new-tokens 8",
     "generate": "--max-new-tokens 8",
+    "batch": "--max-new-tokens 8",
     "chat": "--plain",
     "bench": "--prompts {texts} --max-new-tokens 4 --repeats 1",
     "breakeven": "--max-new-tokens 8",
@@ -114,9 +115,12 @@ def test_every_command_runs(command, tmp_path):
     prompts = tmp_path / "prompts.json"
     shown = ["import os\n\n", "def f(x):\n", "class A:\n", "import re\n"]
     prompts.write_text(json.dumps([{"prompt": text, "category": "code"} for text in shown]))
+    lined = tmp_path / "prompts.jsonl"
+    lined.write_text("".join(json.dumps(text) + "\n" for text in shown))
     model, head = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
     stand_for = {"MODEL": model, "TARGET": "bundled", "PATH": head, "FILE": str(texts)}
     stand_for |= {"FOLDER": str(tmp_path / "out"), "text.txt": str(prompts)}
+    stand_for |= {"IN.jsonl": str(lined), "OUT.jsonl": str(tmp_path / "answers.jsonl")}
     words = []
     for word in command:
         before = words[-1] if words else ""

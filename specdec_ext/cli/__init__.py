@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specdec_ext.cli.batch import batch
 from specdec_ext.cli.bench import bench
 from specdec_ext.cli.breakeven import breakeven
 from specdec_ext.cli.chat import chat
@@ -76,6 +77,7 @@ COMMANDS = (
     breakeven,
     check,
     serve,
+    batch,
     inspect,
     plan,
     keywords,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -17,16 +16,24 @@ from specdec_ext.cli.shared.common import (
     load_target,
     user_errors,
 )
-from specdec_ext.preflight.extras import require
+from specdec_ext.cli.shared.engine import (
+    MAX_BODY_BYTES,
+    MAX_ROWS,
+    PREFIX_TOKENS,
+    ChatTemplateOption,
+    MaxLengthOption,
+    MaxRowsOption,
+    MaxTokensOption,
+    PrefixTokensOption,
+    ServedArgument,
+    ServedModelNameOption,
+    read_template,
+    require_server_packages,
+)
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Folder or hub id of a causal language model; 'bundled' for the bundled model."
-        ),
-    ],
+    model: ServedArgument,
     drafter: DrafterOption = "auto",
     speculation: SpeculationOption = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -41,44 +48,18 @@ def serve(
             help="Refuse requests without this key, except for /, /health and /metrics.",
         ),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name under which clients ask for the model; default: MODEL.")
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="File with a Jinja chat template; default: that of the tokenizer.",
-        ),
-    ] = None,
-    max_rows: Annotated[
-        int, typer.Option(min=1, help="Most requests that are decoded together.")
-    ] = 16,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens, prompts included, of all running requests."),
-    ] = None,
+    served_model_name: ServedModelNameOption = None,
+    chat_template: ChatTemplateOption = None,
+    max_rows: MaxRowsOption = MAX_ROWS,
+    max_tokens: MaxTokensOption = None,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Most requests that wait; further ones get status 429.")
     ] = 256,
-    prefix_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Most tokens of prompts that are kept for prompts that begin with the same tokens.",
-        ),
-    ] = 8192,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Most tokens of a text, prompt included; default: as many as the model has positions, or "
-            "8192 if it names none.",
-        ),
-    ] = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 4
-    * 2**20,
+    prefix_tokens: PrefixTokensOption = PREFIX_TOKENS,
+    max_length: MaxLengthOption = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body of a request.")
+    ] = MAX_BODY_BYTES,
     request_timeout: Annotated[
         float, typer.Option(min=0.001, help="Most seconds for a request, waiting included.")
     ] = 600.0,
@@ -93,9 +74,7 @@ def serve(
     SIGTERM or Ctrl-C stops accepting requests and finishes those that were accepted; a second one ends at
     once.
     """
-    with user_errors():
-        for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-            require(package, "specdec serve")
+    require_server_packages("specdec serve")
     from specdec_ext.engine import make_engine
     from specdec_ext.serve.logs import configure
     from specdec_ext.serve.server import bound
@@ -104,10 +83,7 @@ def serve(
 
     with user_errors("--host, --port"):
         place = bound(host, port)
-    template = None
-    if chat_template is not None:
-        with user_errors("--chat-template"):
-            template = chat_template.read_text("utf-8")
+    template = read_template(chat_template)
     target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
     settings = Settings(
         model_name=served_model_name or model,
