@@ -31,10 +31,11 @@ REQUIREMENTS := $(VENV)/.requirements.stamp
 BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
 OTHER := .venv-transformers-$(VERSION)
 QUANTISED := .venv-quantised
+RAY := .venv-ray
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-quantised test-architectures lint format docs wheel bench bench-goals bench-ops kernel-report toolchains gpu-check head other-heads clean
+.PHONY: help demo test test-slow test-transformers test-quantised test-ray test-architectures lint format docs wheel bench bench-goals bench-ops kernel-report toolchains gpu-check head other-heads clean
 
 help: ## list all targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -148,6 +149,11 @@ endef
 $(QUANTISED)/.stamp: $(REQUIREMENTS)
 	$(layer)
 	$(@D)/bin/python -m pip install --quiet --no-deps torchao==0.18.0 bitsandbytes==0.50.2
+	@touch $@
+
+$(RAY)/.stamp: $(REQUIREMENTS)
+	$(layer)
+	$(@D)/bin/python -m pip install --quiet 'ray[data,serve]==2.60.0'
 	@touch $@
 
 # The extension is built before pip runs, because pip would hide the output of the compilers.

@@ -294,7 +294,7 @@ def test_a_process_that_is_killed_is_gone_on_with(engine, files):
     write(files[0], *[{"prompt": PROMPTS[i % 5], "max_tokens": 40 + i} for i in range(200)])
     command = [sys.executable, "-m", "specdec_ext.cli", "batch", *map(str, files), "bundled"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--max-rows", "2"], env=environment)
+    process = subprocess.Popen([*command, "--dtype", "float32", "--max-rows", "2"], env=environment)
     until(lambda: files[1].exists() and files[1].read_bytes().count(b"\n") > 4, 60)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -366,7 +366,7 @@ def test_an_engine_that_has_ended_ends_the_run_and_not_its_lines(engine, files):
 def test_command_answers_prompts_greedily_and_goes_on(files, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     write(files[0], PROMPTS[0], PROMPTS[1])
-    options = ["bundled", "--max-new-tokens", 6, "--max-rows", 2]
+    options = ["bundled", "--dtype", "float32", "--max-new-tokens", 6, "--max-rows", 2]
     first = run("batch", *files, *options)
     assert first.exit_code == 0, first.output
     assert "answering: 1 of 2 lines" in first.stderr and "left" in first.stderr

@@ -60,12 +60,13 @@ def test_every_python_block_of_the_readme_runs_as_printed(number):
     exec(BLOCKS[number], names_of_the_preamble())
 
 
-# The blocks of the page on the server need a running one: python_tests/serve/test_page.py.
-SERVE = "guide/serve.md"
+# The blocks of the page on the server need a running one (python_tests/serve/test_page.py), and those of the
+# page on many machines need Ray (python_tests/cluster/test_ray.py).
+ELSEWHERE = ("guide/serve.md", "guide/many-machines.md")
 
 
 @pytest.mark.parametrize(
-    "page", [name for name in PAGES if python_blocks(PAGES[name]) and name != SERVE]
+    "page", [name for name in PAGES if python_blocks(PAGES[name]) and name not in ELSEWHERE]
 )
 def test_python_blocks_of_a_page_run_as_printed(page):
     """They run in order, with the names of the README's first block."""
