@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -29,6 +30,14 @@ from specdec_ext.cli.shared.engine import (
     ServedModelNameOption,
     read_template,
     require_server_packages,
+)
+from specdec_ext.cli.shared.ranks import (
+    check_ranks,
+    end_ranks,
+    is_rank,
+    make_parallel_engine,
+    rank,
+    start_ranks,
 )
 
 
@@ -63,6 +72,13 @@ def serve(
     request_timeout: Annotated[
         float, typer.Option(min=0.001, help="Most seconds for a request, waiting included.")
     ] = 600.0,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of processes (and GPUs) over which the layers of the model are spread.",
+        ),
+    ] = 1,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Form of the log on standard error.")
     ] = "text",
@@ -72,9 +88,16 @@ def serve(
     """Serve a model with OpenAI's API: chat completions, completions, models, metrics.
 
     SIGTERM or Ctrl-C stops accepting requests and finishes those that were accepted; a second one ends at
-    once.
+    once. With --tp, torchrun starts the processes, and the first of them listens.
     """
     require_server_packages("specdec serve")
+    if tp > 1:
+        if device != "auto":
+            raise typer.BadParameter("--device has no effect with --tp; each process takes its own")
+        with user_errors():
+            check_ranks(tp)
+        if not is_rank():
+            start_ranks(tp, sys.argv[1:])
     from specdec_ext.engine import make_engine
     from specdec_ext.serve.logs import configure
     from specdec_ext.serve.server import bound
@@ -82,19 +105,20 @@ def serve(
     from specdec_ext.serve.service import Settings
 
     with user_errors("--host, --port"):
-        place = bound(host, port)
-    template = read_template(chat_template)
-    target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+        place = bound(host, port) if tp == 1 or rank() == 0 else None
     settings = Settings(
         model_name=served_model_name or model,
-        chat_template=template,
+        chat_template=read_template(chat_template),
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
     )
+    target, tokenizer = load_target(
+        None if model == BUNDLED else model, dtype, device, is_parallel=tp > 1
+    )
     configure(log_format)
     with user_errors():
-        engine = make_engine(
+        engine = (make_engine if tp == 1 else make_parallel_engine)(
             target,
             drafter=load_drafter(drafter, target, tokenizer),
             speculation=speculation,
@@ -105,4 +129,7 @@ def serve(
             max_waiting=max_waiting,
             prefix_tokens=prefix_tokens,
         )
-    serve_engine(engine, settings, place)
+    if place is not None:
+        serve_engine(engine, settings, place)
+    if tp > 1:
+        end_ranks(engine)
