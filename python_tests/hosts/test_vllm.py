@@ -27,9 +27,16 @@ PROMPTS = [
 ]
 
 
-def config(num_draft_tokens=6, longest=LONGEST, **fields):
+def config(num_draft_tokens=6, longest=LONGEST, factor=1.0, min_probability=0.1):
+    """The fields of ``VllmConfig`` that are read, as vLLM 0.33 fills them for ``custom_class``."""
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=num_draft_tokens, **fields),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=num_draft_tokens,
+            prompt_lookup_min=0,
+            prompt_lookup_max=0,
+            suffix_decoding_max_spec_factor=factor,
+            suffix_decoding_min_token_prob=min_probability,
+        ),
         model_config=SimpleNamespace(max_model_len=longest),
     )
 
@@ -163,17 +170,22 @@ def test_suffix_drafts_are_those_of_our_drafter_with_earlier_outputs():
     assert len(traces[1].steps) < len(traces[0].steps)  # the same text again
 
 
-def test_lengths_of_matches_are_those_of_the_speculative_config():
-    prompt = [1, 2, 3, 9, 3]
-    for fields, expected in (
-        ({}, [[]]),
-        ({"prompt_lookup_min": None, "prompt_lookup_max": None}, [[]]),
-        ({"prompt_lookup_min": 1, "prompt_lookup_max": 3}, [[9, 3, 9, 3]]),
-    ):
-        proposer = NgramProposer(config(4, **fields))
-        assert proposer.propose([[3]], [5], np.array([prompt], np.int32)) == expected
+def test_lengths_of_matches():
+    text = np.array([[1, 2, 3, 9, 3]], np.int32)
+    assert NgramProposer(config(4)).propose([[3]], [5], text) == [[]]
+    assert NgramProposer(config(4), min_ngram=1).propose([[3]], [5], text) == [[9, 3, 9, 3]]
     with pytest.raises(ValueError, match="ngram"):
-        NgramProposer(config(prompt_lookup_min=5, prompt_lookup_max=2))
+        NgramProposer(config(), min_ngram=5, max_ngram=2)
+
+
+def test_rule_of_the_suffix_drafter():
+    """The factor limits a draft by its match, which is of two tokens here."""
+    text = np.array([[1, 2, 3, 4, 5, 1, 2]], np.int32)
+    for given, expected in (({}, [3, 4]), ({"factor": 2.0}, [3, 4, 5, 1])):
+        assert SuffixProposer(config(**given)).propose([[2]], [7], text) == [expected]
+    assert SuffixProposer(config(), factor=2.0).propose([[2]], [7], text) == [[3, 4, 5, 1]]
+    with pytest.raises(ValueError, match="min_probability"):
+        SuffixProposer(config(min_probability=0.0))
 
 
 def test_nothing_is_drafted_behind_the_longest_text():

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec_ext._host import NgramIndex, SuffixIndex, propose_suffix
-from specdec_ext.drafters.lookup.ngram import NgramDrafter
 from specdec_ext.drafters.lookup.suffix import SuffixDrafter
 
 Index = TypeVar("Index")
@@ -137,19 +136,13 @@ class NgramProposer(_Proposer[NgramIndex]):
 
     Args:
         vllm_config: as vLLM passes it.
-        min_ngram, max_ngram: as for the drafter; None for ``prompt_lookup_min`` and ``prompt_lookup_max`` of
-            the speculative config or, where they are not set, the drafter's defaults.
+        min_ngram, max_ngram: as for the drafter. vLLM passes none, and sets ``prompt_lookup_min`` and
+            ``prompt_lookup_max`` to 0 for ``custom_class``: for other lengths, derive a class.
     """
 
-    def __init__(
-        self, vllm_config: Any, min_ngram: int | None = None, max_ngram: int | None = None
-    ):
+    def __init__(self, vllm_config: Any, min_ngram: int = 2, max_ngram: int = 6):
         super().__init__(vllm_config)
-        config, usual = vllm_config.speculative_config, NgramDrafter()
-        self._lengths = (
-            min_ngram or getattr(config, "prompt_lookup_min", None) or usual.min_ngram,
-            max_ngram or getattr(config, "prompt_lookup_max", None) or usual.max_ngram,
-        )
+        self._lengths = min_ngram, max_ngram
         self._index()  # checks them
 
     def _index(self) -> NgramIndex:
@@ -168,12 +161,19 @@ class SuffixProposer(_Proposer[SuffixIndex]):
     A text that leaves the batch is added to the history; one that vLLM has preempted, too.
 
     Args:
-        vllm_config: as vLLM passes it.
-        **rule: the other arguments of the drafter, but ``tree``. vLLM passes none: derive a class that does.
+        vllm_config: as vLLM passes it. ``suffix_decoding_max_spec_factor`` and
+            ``suffix_decoding_min_token_prob`` are the ``factor`` and ``min_probability`` of the drafter.
+        **rule: other arguments of the drafter, but ``tree``. vLLM passes none: derive a class that does.
     """
 
     def __init__(self, vllm_config: Any, **rule: Any):
         super().__init__(vllm_config)
+        config = vllm_config.speculative_config
+        rule = {
+            "factor": config.suffix_decoding_max_spec_factor,
+            "min_probability": config.suffix_decoding_min_token_prob,
+            **rule,
+        }
         self._drafter = SuffixDrafter(num_draft_tokens=self.num_draft_tokens, tree=False, **rule)
 
     def _index(self) -> SuffixIndex:
