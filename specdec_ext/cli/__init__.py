@@ -18,7 +18,7 @@ from specdec_ext.cli.breakeven import breakeven
 from specdec_ext.cli.chat import chat
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
-from specdec_ext.cli.export import custom_generate
+from specdec_ext.cli.export import custom_generate, head
 from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
@@ -89,4 +89,5 @@ for command in COMMANDS:
 
 export = typer.Typer(no_args_is_help=True, help="Write files with which other programs speculate.")
 export.command("custom-generate", help=_help(custom_generate))(custom_generate)
+export.command("head", help=_help(head))(head)
 app.add_typer(export, name="export")
