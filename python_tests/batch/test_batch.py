@@ -245,6 +245,14 @@ def test_the_limit_of_a_line_counts_its_bytes_without_the_end(files, excess):
         assert (first.problem is None) == (not excess)
 
 
+def test_a_line_at_the_limit_is_answered(engine, files):
+    """As the body of a request it would be longer: "é" in two bytes, or in six."""
+    text = "é" * 40
+    write(files[0], json.dumps(text, ensure_ascii=False).encode())
+    settings = Settings(MODEL, max_body_bytes=files[0].stat().st_size - 1)
+    assert run_batch(engine, *files, settings, defaults=GREEDY).answered == 1
+
+
 def test_a_mark_of_the_order_of_bytes_is_no_part_of_the_first_line(files):
     files[0].write_bytes(b'\xef\xbb\xbf"a"\r\n"b"\r\n')
     assert [line.content for line in read_lines(files[0], 100)] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Ray Data and Ray Serve with two processes on this machine; ``make test-ray`` has Ray."""
+"""Ray Data and Ray Serve with two processes on this machine; ``make test-cluster`` has Ray."""
 
 from __future__ import annotations
 

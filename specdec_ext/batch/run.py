@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -75,13 +76,17 @@ def run_batch(
     Raises:
         ValueError: the file of answers is of another run, or the same as that of the requests.
         OSError: a file can't be read or written, or another run writes it.
-        RuntimeError: the engine has ended. The records so far are kept.
+        RuntimeError: the engine has ended; the records so far are kept. Or this thread has an event loop
+            that runs.
     """
     requests, answers = regular_file(requests, "a file of requests"), Path(answers)
     if answers.exists() and answers.samefile(requests):
         raise ValueError(f"OUT {answers} is the file of the requests; choose another file")
-    settings = replace(settings, api_key=None, request_timeout=float("inf"))
     most = settings.max_body_bytes
+    # The size of a line is checked when it is read; as the body of a request it has another one.
+    settings = replace(
+        settings, api_key=None, request_timeout=float("inf"), max_body_bytes=sys.maxsize
+    )
     form = format_of(read_lines(requests, most), defaults or {}, seed)
     report = BatchReport()
     with OutputFile(answers, form.start) as output:

@@ -40,6 +40,7 @@ from specdec_ext.cli.shared.sampling import (
     sampling_kwargs,
 )
 from specdec_ext.display.console import PlainConsole
+from specdec_ext.preflight.outputs import writable_file
 
 
 def batch(
@@ -89,6 +90,8 @@ def batch(
     """
     sampling = sampling_kwargs(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     require_server_packages("specdec batch")
+    with user_errors():
+        writable_file(answers, "OUT")
     from specdec_ext.batch import run_batch
     from specdec_ext.engine import make_engine
     from specdec_ext.serve.service import Settings
