@@ -31,10 +31,11 @@ REQUIREMENTS := $(VENV)/.requirements.stamp
 BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
 OTHER := .venv-transformers-$(VERSION)
 QUANTISED := .venv-quantised
+RAY := .venv-ray
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-quantised test-architectures lint format docs wheel bench bench-goals bench-ops kernel-report toolchains gpu-check head other-heads clean
+.PHONY: help demo test test-slow test-transformers test-quantised test-cluster test-architectures lint format docs wheel bench bench-goals bench-ops kernel-report toolchains gpu-check head other-heads clean
 
 help: ## list all targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +59,10 @@ test-transformers: $(BUILD) $(OTHER)/.stamp ## run the tests with another versio
 # torchao has an environment of its own, because transformers imports it, slowly, whenever it loads a model.
 test-quantised: $(BUILD) $(QUANTISED)/.stamp ## test weights of 8 and 4 bits with torchao and other libraries that make them
 	OMP_NUM_THREADS=1 $(QUANTISED)/bin/python -m pytest python_tests/models/quantised -m "not emulated" $(PARALLEL) $(ARGS)
+
+# Ray has an environment of its own, because uvicorn serves with other loops and parsers where Ray's are installed.
+test-cluster: $(BUILD) $(RAY)/.stamp ## test Ray Data, Ray Serve and tensor parallelism with two processes
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest python_tests/cluster -m "not emulated" $(ARGS)
 
 # With another version of transformers:
 #   make test-transformers ARGS="-m sweep --verdicts profiling/results/architectures"
@@ -148,6 +153,11 @@ endef
 $(QUANTISED)/.stamp: $(REQUIREMENTS)
 	$(layer)
 	$(@D)/bin/python -m pip install --quiet --no-deps torchao==0.18.0 bitsandbytes==0.50.2
+	@touch $@
+
+$(RAY)/.stamp: $(REQUIREMENTS)
+	$(layer)
+	$(@D)/bin/python -m pip install --quiet 'ray[data,serve]==2.60.0'
 	@touch $@
 
 # The extension is built before pip runs, because pip would hide the output of the compilers.

@@ -28,9 +28,18 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
-from generation.trace import FROM_HOST, LAUNCH, NO_LAUNCH, TO_HOST, Call, Report, call_site
+from generation.trace import (
+    FROM_HOST,
+    LAUNCH,
+    NO_LAUNCH,
+    TO_HOST,
+    Call,
+    Report,
+    call_site,
+    leaves_of,
+    map_leaves,
+)
 from specdec_ext.models.graphs import arena
 from specdec_ext.models.graphs.graph import Graph
 
@@ -103,7 +112,7 @@ class CudaLike(Tensor):
     def nonzero(self, **kwargs: Any) -> Any:
         _device.asked(TO_HOST, "nonzero")
         with _device.parts(counted=False):
-            return tree_map(CudaLike, self.inner.nonzero(**kwargs))
+            return map_leaves(CudaLike, self.inner.nonzero(**kwargs))
 
     def __invert__(self) -> Tensor:
         return self.logical_not() if self.dtype == torch.bool else self.bitwise_not()
@@ -157,7 +166,7 @@ class _Device(TorchDispatchMode):
                 self.asked(TO_HOST, "index by a mask")
             if isinstance(part, list) or (isinstance(part, Tensor) and part.device == CPU):
                 self.asked(FROM_HOST, "index from the host")
-        return tree_map(_inner, index)
+        return map_leaves(_inner, index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -181,7 +190,7 @@ class _Device(TorchDispatchMode):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.split("::")[1]
-        given = tree_flatten((args, kwargs))[0]
+        given = leaves_of((args, kwargs))
         ours = {id(each.inner): each for each in given if isinstance(each, CudaLike)}
         others = [each for each in given if isinstance(each, Tensor) and each.device == CPU]
         target = kwargs.get("device")
@@ -201,7 +210,7 @@ class _Device(TorchDispatchMode):
                 self.asked(FROM_HOST, "index from the host")
         elif name not in ("_to_copy", "copy_") and any(each.ndim for each in others):
             raise RuntimeError(f"{name} was given tensors of {DEVICE} and of the CPU")
-        args, kwargs = tree_map(_inner, (args, kwargs))
+        args, kwargs = map_leaves(_inner, (args, kwargs))
         if name in _IN_FLOAT:
             convert = torch.ops.aten._to_copy.default
             converted = self.run(convert, (args[0],), {"dtype": torch.float32}, NO_LAUNCH)
@@ -214,7 +223,7 @@ class _Device(TorchDispatchMode):
             known = ours.get(id(value))  # an in-place op returns its argument
             return CudaLike(value) if known is None else known
 
-        return tree_map(outer, result)
+        return map_leaves(outer, result)
 
 
 _device = _Device()
@@ -254,7 +263,7 @@ def _inner(value: Any) -> Any:
 def _concerns_device(args: Any, kwargs: dict[str, Any]) -> bool:
     return any(
         isinstance(each, CudaLike) or (isinstance(each, torch.device) and each.type == "cuda")
-        for each in tree_flatten((args, kwargs))[0]
+        for each in leaves_of((args, kwargs))
     )
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 LAUNCH, TO_HOST, FROM_HOST = KINDS = ("launch", "to host", "from host")
 NO_LAUNCH = "no launch"
@@ -180,7 +179,7 @@ def differences(first: Trace, second: Trace) -> Iterator[Difference]:
 
 def _difference(one: Call, two: Call, *memories: _Memory) -> tuple[str, str] | None:
     """Cause and description of a difference that begins at this call."""
-    leaves = [tree_flatten((call.args, dict(call.kwargs)))[0] for call in (one, two)]
+    leaves = [leaves_of((call.args, call.kwargs)) for call in (one, two)]
     if len(leaves[0]) != len(leaves[1]):
         return NUMBER, f"{len(leaves[0])} arguments became {len(leaves[1])}"
     numbers, reshaped = [], False
@@ -210,8 +209,27 @@ def _difference(one: Call, two: Call, *memories: _Memory) -> tuple[str, str] | N
     return None
 
 
+# torch's pytrees take other containers too, but a third of the time of a counted round.
+def leaves_of(value: Any) -> list[Any]:
+    """The values in nested tuples, lists and mappings, in order."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return [value]
+    return [leaf for each in value for leaf in leaves_of(each)]
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply ``function`` to the values in nested tuples, lists and mappings, and keep the containers."""
+    if isinstance(value, Mapping):
+        return {name: map_leaves(function, each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)([map_leaves(function, each) for each in value])
+    return function(value)
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+    return [each for each in leaves_of(value) if isinstance(each, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from helpers.versions import before
 from rich.console import Console
 
 import specdec_ext
-from specdec_ext import assets, keyword_table
+from specdec_ext import assets, keyword_table, load_draft
 from specdec_ext.cli.demo import SAMPLED, STREAMED, STREAMED_TOKENS
 from specdec_ext.cli.shared.common import read_prompts
 from specdec_ext.cli.shared.stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
@@ -96,6 +96,17 @@ def test_export_writes_the_files_of_custom_generate(tmp_path):
     assert written[1].read_text().endswith(made)
     assert run(*command, "--overwrite").exit_code == 0
     assert "drafter='auto'" in written[1].read_text()
+
+
+def test_export_writes_a_head_for_another_engine(tmp_path):
+    head = assets.FOLDER / "tiny-python-head"
+    result = run("export", "head", head, tmp_path / "head", "--for", "vllm", columns=400)
+    assert result.exit_code == 0, result.output
+    assert "head: speculators layout" in result.stdout
+    assert "vllm serve tiny-python-target --speculative-config" in result.stdout
+    assert load_draft(tmp_path / "head").config == load_draft(head).config
+    again = run("export", "head", head, tmp_path / "head", "--for", "sglang")
+    assert again.exit_code == 2 and "pass overwrite=True (--overwrite)" in words(again.output)
 
 
 # --- assets -----------------------------------------------------------------------------------------

@@ -61,12 +61,13 @@ def test_every_python_block_of_the_readme_runs_as_printed(number):
     exec(BLOCKS[number], names_of_the_preamble())
 
 
-# The blocks of the page on the server need a running one: python_tests/serve/test_page.py.
-SERVE = "guide/serve.md"
+# The blocks of the page on the server need a running one (python_tests/serve/test_page.py), and those of the
+# page on many machines need Ray (python_tests/cluster/test_ray.py).
+ELSEWHERE = ("guide/serve.md", "guide/many-machines.md")
 
 
 @pytest.mark.parametrize(
-    "page", [name for name in PAGES if python_blocks(PAGES[name]) and name != SERVE]
+    "page", [name for name in PAGES if python_blocks(PAGES[name]) and name not in ELSEWHERE]
 )
 def test_python_blocks_of_a_page_run_as_printed(page):
     """They run in order, with the names of the README's first block."""
@@ -94,6 +95,7 @@ COMMANDS = {
 SHORT = {
     "demo": "--prompts 1 --max-new-tokens 8",
     "generate": "--max-new-tokens 8",
+    "batch": "--max-new-tokens 8",
     "chat": "--plain",
     "bench": "--prompts {texts} --max-new-tokens 4 --repeats 1",
     "breakeven": "--max-new-tokens 8",
@@ -117,9 +119,12 @@ def test_every_command_runs(command, tmp_path):
     prompts = tmp_path / "prompts.json"
     shown = ["import os\n\n", "def f(x):\n", "class A:\n", "import re\n"]
     prompts.write_text(json.dumps([{"prompt": text, "category": "code"} for text in shown]))
+    lined = tmp_path / "prompts.jsonl"
+    lined.write_text("".join(json.dumps(text) + "\n" for text in shown))
     model, head = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
     stand_for = {"MODEL": model, "TARGET": "bundled", "PATH": head, "FILE": str(texts)}
     stand_for |= {"FOLDER": str(tmp_path / "out"), "text.txt": str(prompts)}
+    stand_for |= {"IN.jsonl": str(lined), "OUT.jsonl": str(tmp_path / "answers.jsonl")}
     words = []
     for word in command:
         before = words[-1] if words else ""

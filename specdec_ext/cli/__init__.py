@@ -12,12 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
+from specdec_ext.cli.batch import batch
 from specdec_ext.cli.bench import bench
 from specdec_ext.cli.breakeven import breakeven
 from specdec_ext.cli.chat import chat
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
-from specdec_ext.cli.export import custom_generate
+from specdec_ext.cli.export import custom_generate, head
 from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
@@ -80,6 +81,7 @@ COMMANDS = (
     rollout,
     serve,
     watch,
+    batch,
     inspect,
     plan,
     keywords,
@@ -91,4 +93,5 @@ for command in COMMANDS:
 
 export = typer.Typer(no_args_is_help=True, help="Write files with which other programs speculate.")
 export.command("custom-generate", help=_help(custom_generate))(custom_generate)
+export.command("head", help=_help(head))(head)
 app.add_typer(export, name="export")

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from specdec_ext.cli.shared.common import DrafterOption, SpeculationOption, user_errors
 from specdec_ext.display.console import PlainConsole
+
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the files if they exist.")
+]
+
+
+def head(
+    path: Annotated[str, typer.Argument(help="Folder, weight file or hub id of a draft head.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for its files; created if missing.")],
+    engine: Annotated[
+        Literal["vllm", "sglang", "speculators"], typer.Option("--for", help="Who shall read it.")
+    ],
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Write a draft head in the layout of another engine, and print how that engine is started with it.
+
+    An option of the head that the engine does not know is an error, because the engine would compute
+    something else.
+    """
+    from specdec_ext.heads.checkpoints.export import export_head
+
+    with user_errors():
+        written = export_head(path, folder, engine, overwrite=overwrite)
+    console = PlainConsole()
+    console.print(f"{written.folder}: {written.layout} layout", soft_wrap=True)
+    if written.command:
+        console.print(written.command, soft_wrap=True)
 
 
 def custom_generate(
@@ -17,9 +44,7 @@ def custom_generate(
     ],
     drafter: DrafterOption = "auto",
     speculation: SpeculationOption = "auto",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the files if they exist.")
-    ] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Write custom_generate/generate.py, with which transformers speculates.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -18,17 +18,33 @@ from specdec_ext.cli.shared.common import (
     load_target,
     user_errors,
 )
+from specdec_ext.cli.shared.engine import (
+    MAX_BODY_BYTES,
+    MAX_ROWS,
+    PREFIX_TOKENS,
+    ChatTemplateOption,
+    MaxLengthOption,
+    MaxRowsOption,
+    MaxTokensOption,
+    PrefixTokensOption,
+    ServedArgument,
+    ServedModelNameOption,
+    read_template,
+    require_server_packages,
+)
 from specdec_ext.cli.shared.lock import LockOption, check_lock, read_lock
-from specdec_ext.preflight.extras import require
+from specdec_ext.cli.shared.ranks import (
+    check_ranks,
+    end_ranks,
+    is_rank,
+    make_parallel_engine,
+    rank,
+    start_ranks,
+)
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Folder or hub id of a causal language model; 'bundled' for the bundled model."
-        ),
-    ],
+    model: ServedArgument,
     drafter: DrafterOption = "auto",
     speculation: SpeculationOption = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -43,47 +59,28 @@ def serve(
             help="Refuse requests without this key, except for /, /health and /metrics.",
         ),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name under which clients ask for the model; default: MODEL.")
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="File with a Jinja chat template; default: that of the tokenizer.",
-        ),
-    ] = None,
-    max_rows: Annotated[
-        int, typer.Option(min=1, help="Most requests that are decoded together.")
-    ] = 16,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens, prompts included, of all running requests."),
-    ] = None,
+    served_model_name: ServedModelNameOption = None,
+    chat_template: ChatTemplateOption = None,
+    max_rows: MaxRowsOption = MAX_ROWS,
+    max_tokens: MaxTokensOption = None,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Most requests that wait; further ones get status 429.")
     ] = 256,
-    prefix_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Most tokens of prompts that are kept for prompts that begin with the same tokens.",
-        ),
-    ] = 8192,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Most tokens of a text, prompt included; default: as many as the model has positions, or "
-            "8192 if it names none.",
-        ),
-    ] = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 4
-    * 2**20,
+    prefix_tokens: PrefixTokensOption = PREFIX_TOKENS,
+    max_length: MaxLengthOption = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body of a request.")
+    ] = MAX_BODY_BYTES,
     request_timeout: Annotated[
         float, typer.Option(min=0.001, help="Most seconds for a request, waiting included.")
     ] = 600.0,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of processes (and GPUs) over which the layers of the model are spread.",
+        ),
+    ] = 1,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Form of the log on standard error.")
     ] = "text",
@@ -94,11 +91,16 @@ def serve(
     """Serve a model with OpenAI's API: chat completions, completions, models, metrics.
 
     SIGTERM or Ctrl-C stops accepting requests and finishes those that were accepted; a second one ends at
-    once.
+    once. With --tp, torchrun starts the processes, and the first of them listens.
     """
-    with user_errors():
-        for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-            require(package, "specdec serve")
+    require_server_packages("specdec serve")
+    if tp > 1:
+        if device != "auto":
+            raise typer.BadParameter("--device has no effect with --tp; each process takes its own")
+        with user_errors():
+            check_ranks(tp)
+        if not is_rank():
+            start_ranks(tp, sys.argv[1:])
     from specdec_ext import PairLock
     from specdec_ext.engine import make_engine
     from specdec_ext.serve.logs import configure
@@ -107,13 +109,12 @@ def serve(
     from specdec_ext.serve.service import Settings
 
     with user_errors("--host, --port"):
-        place = bound(host, port)
-    template = None
-    if chat_template is not None:
-        with user_errors("--chat-template"):
-            template = chat_template.read_text("utf-8")
+        place = bound(host, port) if tp == 1 or rank() == 0 else None
+    template = read_template(chat_template)
     locked = read_lock(lock)
-    target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+    target, tokenizer = load_target(
+        None if model == BUNDLED else model, dtype, device, is_parallel=tp > 1
+    )
     proposer = load_drafter(drafter, target, tokenizer)
     check_lock(locked, target, proposer, speculation)
     settings = Settings(
@@ -127,7 +128,7 @@ def serve(
     )
     configure(log_format)
     with user_errors():
-        engine = make_engine(
+        engine = (make_engine if tp == 1 else make_parallel_engine)(
             target,
             drafter=proposer,
             speculation=speculation,
@@ -138,4 +139,7 @@ def serve(
             max_waiting=max_waiting,
             prefix_tokens=prefix_tokens,
         )
-    serve_engine(engine, settings, place)
+    if place is not None:
+        serve_engine(engine, settings, place)
+    if tp > 1:
+        end_ranks(engine)

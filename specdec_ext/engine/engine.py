@@ -70,6 +70,8 @@ class Engine:
         ValueError: for an argument that is not valid.
     """
 
+    _handle_type: type[Handle] = Handle
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -158,16 +160,19 @@ class Engine:
             EngineFullError: ``max_waiting`` requests wait.
             EngineClosedError: after :meth:`shutdown`.
         """
-        request = self._prepared(input_ids, seed, logprobs, kwargs)
+        return self._submit(self._prepared(input_ids, seed, logprobs, kwargs), self._waiting)
+
+    def _submit(self, request: Request, queue: deque[Request]) -> Handle:
+        """Add a request to a queue, and wake the thread."""
         with self._changed:
             if not self._accepts:
                 raise EngineClosedError("the engine was shut down and accepts no requests")
-            waiting = len(self._waiting) - (self.max_rows - len(self._running))
+            waiting = self.load.waiting - (self.max_rows - len(self._running))
             if self.max_waiting is not None and waiting >= self.max_waiting:
                 raise EngineFullError(
                     f"{waiting} requests wait for a row, the most that this engine admits; try again later"
                 )
-            self._waiting.append(request)
+            queue.append(request)
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="specdec-engine", daemon=True)
                 self._thread.start()
@@ -241,7 +246,8 @@ class Engine:
             )
         target.record_hidden_states(self._loop.target.recorded_layers)
         call = Call.of(prepared, target, recorder, self.drafter if drafts else None)
-        handle = Handle(prepared.input_ids.shape[1], Times(time.perf_counter()), call.stats)
+        times = Times(time.perf_counter())
+        handle = self._handle_type(prepared.input_ids.shape[1], times, call.stats)
         stream: Any = BurstStream(handle, recorder)
         return Request(replace(call, stream=stream), target, handle, self._prefixes, drafts)
 

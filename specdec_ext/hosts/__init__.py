@@ -1,4 +1,4 @@
-"""Speculation for programs that call ``model.generate`` themselves, such as ``pipeline``."""
+"""Speculation in other programs: those that call ``model.generate``, such as ``pipeline``, and vLLM."""
 
 from specdec_ext.hosts.custom_generate import write_custom_generate
 from specdec_ext.hosts.installed import Installed, install, uninstall

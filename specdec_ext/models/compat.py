@@ -21,6 +21,7 @@ from transformers import (
     modeling_layers,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.distributed import DistributedConfig
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 # The name of a cache as an argument of ``generate`` and in its output: ``cache`` since 5.24, before
@@ -100,6 +101,16 @@ _SHARING = ("gemma4_text", "gemma4_unified_text")
 MtpModel = getattr(modeling_layers, "MtpModel", None)
 
 _building = Lock()
+
+
+def spread_over_processes() -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` that spread a model over the processes of ``torchrun``.
+
+    Versions whose ``DistributedConfig`` has the plan warn about the argument ``tp_plan``.
+    """
+    if "tp_plan" in inspect.signature(DistributedConfig).parameters:
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    return {"tp_plan": "auto"}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ _EXTRAS = {
     "openai": "serve",
     "prometheus_client": "serve",
     "pyarrow": "parquet",
+    "ray": "ray",
     "uvicorn": "serve",
 }
 

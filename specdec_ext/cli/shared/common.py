@@ -85,12 +85,17 @@ def user_errors(argument: str | None = None) -> Iterator[None]:
 
 
 def load_target(
-    model: str | None, dtype: Dtype, device: str, argument: str = "MODEL"
+    model: str | None,
+    dtype: Dtype,
+    device: str,
+    argument: str = "MODEL",
+    is_parallel: bool = False,
 ) -> tuple[Model, PreTrainedTokenizerBase]:
     """Load the model named on the command line, in eval mode, and its tokenizer; None: the bundled model.
 
     Args:
         argument: name of the command-line argument, for error messages.
+        is_parallel: spread the layers over the processes of ``torchrun``; each has its own device.
     """
     from transformers.utils import logging
 
@@ -101,8 +106,11 @@ def load_target(
     if model is None or not sys.stderr.isatty():
         logging.disable_progress_bar()
     with user_errors("--device"):
-        place = find_device(device)
+        place = None if is_parallel else find_device(device)
     with user_errors(argument):
+        if model is None and place is None:
+            folder = assets.FOLDER / "tiny-python-target"
+            return load_language_model(folder, torch_dtype(dtype), None), assets.load_tokenizer()
         if model is None:
             bundled: Model = assets.load_target(torch_dtype(dtype))
             return bundled.to(place), assets.load_tokenizer()

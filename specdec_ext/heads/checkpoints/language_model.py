@@ -10,19 +10,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec_ext.heads.checkpoints.load import is_draft
 from specdec_ext.heads.checkpoints.storage.hub import on_disk
-from specdec_ext.models.compat import sharing_all_keys
+from specdec_ext.models.compat import sharing_all_keys, spread_over_processes
 from specdec_ext.models.quantised.saved import METHOD  # noqa: F401  # transformers knows it now
 
 
 def load_language_model(
-    name: str | Path, dtype: torch.dtype | str, device: torch.device | str
+    name: str | Path, dtype: torch.dtype | str, device: torch.device | str | None
 ) -> PreTrainedModel:
     """Load a causal language model and put it into eval mode.
 
     Args:
         name: folder or hub id.
         dtype: dtype of weights and activations; "auto" for that of the checkpoint.
-        device: device of the model.
+        device: device of the model; None spreads its layers over the processes of ``torchrun``
+            (``tp_plan="auto"``).
 
     Raises:
         OSError: for a path that does not exist, or a hub id that is not on disk while the hub is not
@@ -38,7 +39,8 @@ def load_language_model(
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         with sharing_all_keys():
-            model, found = load(place, dtype=dtype, output_loading_info=True)
+            spread = spread_over_processes() if device is None else {}
+            model, found = load(place, dtype=dtype, output_loading_info=True, **spread)
     except Exception as error:  # transformers raises many types for a config that it does not know
         raise ValueError(
             f"{name} can't be loaded as a causal language model: {_in_short(error)}"
@@ -48,7 +50,7 @@ def load_language_model(
             f"{name} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}, which "
             "would be initialised at random; it may be a draft head or only a part of a model"
         )
-    ready: PreTrainedModel = model.to(device).eval()
+    ready: PreTrainedModel = model.eval() if device is None else model.to(device).eval()
     return ready
 
 

@@ -7,13 +7,7 @@
 #include <cstdint>
 #include <new>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define SPECDEC_ASAN
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SPECDEC_ASAN
-#endif
-#endif
+// The build defines SPECDEC_ASAN where kernels are compiled with AddressSanitizer.
 #ifdef SPECDEC_ASAN
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
