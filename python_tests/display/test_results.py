@@ -53,6 +53,11 @@ from specdec_ext.planning.memory import plan
 from specdec_ext.planning.simulation import simulate
 from specdec_ext.planning.traffic import Traffic
 from specdec_ext.report import Report
+from specdec_ext.rollout.gates import FAIL, HOLD, NO_FAILURES
+from specdec_ext.rollout.gates import Verdict as GateVerdict
+from specdec_ext.rollout.intervals import Interval
+from specdec_ext.rollout.lock import LockedFiles, PairLock, ReferenceAcceptance
+from specdec_ext.rollout.stages import Rollout, Stage
 from specdec_ext.serve import names
 from specdec_ext.training.data.dump import DumpSize
 from specdec_ext.training.evaluation import Evaluation
@@ -155,6 +160,13 @@ def watched():
     )
 
 
+def rollout(why, outcome):
+    """A rollout whose only stage has no interval."""
+    verdict = GateVerdict(NO_FAILURES, Interval.unknown(why), outcome)
+    return Rollout((Stage(4, (verdict,)),), (8, 16), "auto", plain_baseline=True)
+
+
+FILES = {"config.json": "0" * 64, "model.safetensors": "1" * 64}
 EVALUATION = Evaluation(812, (0.71, 0.47, 0.3), (0.71, 0.66, 0.64), (0.6, 0.4, 0.2))
 TRIALS = (
     Trial((2, 16, 29), True, 128, 0.61, 0.4),
@@ -242,6 +254,17 @@ RESULTS = {
         "http://x", [Verdict("server", "critical", LONG)]
     ),
     "hostile watched server": lambda: replace(watched(), model=SCRIPT, restarts=2),
+    "lock": lambda: PairLock(
+        LockedFiles("target", None, FILES),
+        LockedFiles(SCRIPT, "1" * 40, FILES),
+        "HeadDrafter",
+        reference=ReferenceAcceptance(9000, 27000, (8000, 7000), 9000, 24000),
+    ),
+    "lock that was not measured": lambda: PairLock(
+        LockedFiles("target", None, FILES), None, "NgramDrafter"
+    ),
+    "rollout": lambda: rollout("nothing is known", HOLD),
+    "hostile rollout": lambda: rollout(SCRIPT, FAIL),
     "dump": lambda: DumpSize(10**9, 32768, 10**9, 10**12),
 }
 
