@@ -1,5 +1,6 @@
 """Fixtures of all tests; the modules that tests share are in ``helpers/``."""
 
+import gc
 import inspect
 import sys
 from collections.abc import Generator
@@ -51,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if item.get_closest_marker("ptx"):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay; the garbage collector would visit them again and again
 
 
 _ran_as_ptx: set[int] = set()  # the kernels that this process has run as PTX
