@@ -16,6 +16,7 @@ from helpers.drafters.checkpoint_cases import random_head
 from helpers.drafters.medusa_cases import random_heads
 from helpers.models.tiny import tiny_model
 from helpers.places import GOLDEN
+from helpers.simulated_servers import QUESTIONS, Simulated, plain
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from specdec_ext import (
     ComparedRuns,
     DraftTree,
     ModelCheck,
+    PairLock,
     QuantisationReport,
     SpeculationConfig,
     SpeculationStats,
@@ -40,6 +42,7 @@ from specdec_ext.display.results import MAX_LINE
 from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import Series
 from specdec_ext.evaluate.benchmark.latency import Latency
+from specdec_ext.evaluate.benchmark.reply import Reply
 from specdec_ext.evaluate.benchmark.served import ServedSeries
 from specdec_ext.evaluate.breakdown import PARTS, Breakdown, Part
 from specdec_ext.evaluate.calibrate import Calibration, Trial
@@ -52,6 +55,9 @@ from specdec_ext.planning.memory import plan
 from specdec_ext.planning.simulation import simulate
 from specdec_ext.planning.traffic import Traffic
 from specdec_ext.report import Report
+from specdec_ext.rollout.gates import parse_gates
+from specdec_ext.rollout.lock import LockedFiles, ReferenceAcceptance
+from specdec_ext.rollout.stages import roll_out
 from specdec_ext.training.data.dump import DumpSize
 from specdec_ext.training.evaluation import Evaluation
 from specdec_ext.training.trainer import Progress
@@ -140,6 +146,22 @@ LAYERS = tuple(
     for i, error in enumerate((0.071, 0.083))
     for name in ("up_proj", "down_proj")
 )
+FILES = LockedFiles("target", None, {"config.json": "0f" * 32, "model.safetensors": "a1" * 32})
+
+
+def lock(name):
+    reference = ReferenceAcceptance(1000, 5000, (700, 500), 1100, 2300)
+    return PairLock(FILES, replace(FILES, name=name), "HeadDrafter", reference=reference)
+
+
+def rolled_out(candidate=None, gates="speedup>=0.5,equal>=1"):
+    """A rollout of simulated servers; the texts of some say what they are."""
+    asked = [replace(each, name=f"{each.name}{SCRIPT}") for each in QUESTIONS[:8]]
+    candidate = candidate or Simulated(2)
+    told = {"max_new_tokens": 16, "repeats": 1, "streams": [1, 4], "policy": "auto"}
+    return roll_out(Simulated(1), candidate, asked, parse_gates(gates), **told)
+
+
 NAMED = HeadRecord("EAGLE-3", "a default", "org/target", "abc", "0f" * 8, None, ("norm_output",))
 RESULTS = {
     "stats": lambda: stats(),
@@ -169,12 +191,19 @@ RESULTS = {
         [1.0, 2.0],
         new_tokens=[8, 8],
         latencies=[Latency(0.2, (0.004, 0.008), (1, 4, 4), 9, 2)] * 2,
-        answers=[["a b c d e"], ["f g h i"]],
+        replies=[[Reply(0.0, text=text)] for text in ("a b c d e", "f g h i")],
         throughput=[9.0, 8.0],
         requests=2,
     ),
     "empty series of a server": lambda: ServedSeries("x"),
     "speedup": lambda: Speedup(1.5, 0.9, 2.0),
+    "lock": lambda: lock("org/a-target"),
+    "lock without a reference": lambda: PairLock(FILES, None, None),
+    "hostile lock": lambda: lock(SCRIPT),
+    "rollout": lambda: rolled_out(),
+    "failed rollout": lambda: rolled_out(plain(3), "speedup>=9,p99_itl<=0.1x,acceptance>=9"),
+    "rollout without an answer": lambda: rolled_out(Simulated(1, fails=range(32))),
+    "rollout with other texts": lambda: rolled_out(Simulated(1, text=lambda _: SCRIPT)),
     "hostile breakdown": lambda: Breakdown(
         tuple(Part(name, 123456.7, 12.5) for name in PARTS), 5, 1.5, SCRIPT, "a machine | " * 12
     ),
