@@ -35,7 +35,6 @@ from specdec_ext.stats import SpeculationStats
 from specdec_ext.tree.config import MAX_NODES
 
 FORMAT = 1  # of the file; another number is refused
-DEFAULT_NAME = "pair.lock"
 SHOWN = 16  # digits of a hash, for people
 MAX_COUNT = 2**53  # of a counter in the file
 NO_DRAFTER = "none"
@@ -189,8 +188,11 @@ class ReferenceAcceptance:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of drafts whose first i tokens were accepted, i = 1, 2, ... (unconditional)."""
-        return [count / self.drafts for count in self.accepted_per_position]
+        """Share of drafts whose first i tokens were accepted, i = 1, 2, ... (unconditional).
+
+        Empty without drafts.
+        """
+        return [count / self.drafts for count in self.accepted_per_position if self.drafts]
 
     @property
     def mean_acceptance_length(self) -> float:
