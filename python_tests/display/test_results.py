@@ -16,6 +16,7 @@ from helpers.drafters.checkpoint_cases import random_head
 from helpers.drafters.medusa_cases import random_heads
 from helpers.models.tiny import tiny_model
 from helpers.places import GOLDEN
+from helpers.simulated_servers import QUESTIONS, Simulated, plain
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from specdec_ext import (
     ComparedRuns,
     DraftTree,
     ModelCheck,
+    PairLock,
     QuantisationReport,
     SpeculationConfig,
     SpeculationStats,
@@ -53,11 +55,9 @@ from specdec_ext.planning.memory import plan
 from specdec_ext.planning.simulation import simulate
 from specdec_ext.planning.traffic import Traffic
 from specdec_ext.report import Report
-from specdec_ext.rollout.gates import FAIL, HOLD, NO_FAILURES
-from specdec_ext.rollout.gates import Verdict as GateVerdict
-from specdec_ext.rollout.intervals import Interval
-from specdec_ext.rollout.lock import LockedFiles, PairLock, ReferenceAcceptance
-from specdec_ext.rollout.stages import Rollout, Stage
+from specdec_ext.rollout.gates import parse_gates
+from specdec_ext.rollout.lock import LockedFiles, ReferenceAcceptance
+from specdec_ext.rollout.stages import roll_out
 from specdec_ext.serve import names
 from specdec_ext.training.data.dump import DumpSize
 from specdec_ext.training.evaluation import Evaluation
@@ -137,6 +137,19 @@ def tree(*rows):
 
 
 ANY = Support(True, True, True, "compact")
+EVALUATION = Evaluation(812, (0.71, 0.47, 0.3), (0.71, 0.66, 0.64), (0.6, 0.4, 0.2))
+TRIALS = (
+    Trial((2, 16, 29), True, 128, 0.61, 0.4),
+    Trial((3, 17, 30), True, 128, 0.2, 0.1),
+    Trial((3, 17, 30), False, 128, 0.001, 0.0),
+)
+LAYERS = tuple(
+    QuantisedLayer(
+        f"model.layers.{i}.mlp.{name}", 4 << 20, 9 << 18, "4, groups of 32, bfloat16", error
+    )
+    for i, error in enumerate((0.071, 0.083))
+    for name in ("up_proj", "down_proj")
+)
 
 
 def watched():
@@ -160,26 +173,22 @@ def watched():
     )
 
 
-def rollout(why, outcome):
-    """A rollout whose only stage has no interval."""
-    verdict = GateVerdict(NO_FAILURES, Interval.unknown(why), outcome)
-    return Rollout((Stage(4, (verdict,)),), (8, 16), "auto", plain_baseline=True)
+FILES = LockedFiles("target", None, {"config.json": "0f" * 32, "model.safetensors": "a1" * 32})
 
 
-FILES = {"config.json": "0" * 64, "model.safetensors": "1" * 64}
-EVALUATION = Evaluation(812, (0.71, 0.47, 0.3), (0.71, 0.66, 0.64), (0.6, 0.4, 0.2))
-TRIALS = (
-    Trial((2, 16, 29), True, 128, 0.61, 0.4),
-    Trial((3, 17, 30), True, 128, 0.2, 0.1),
-    Trial((3, 17, 30), False, 128, 0.001, 0.0),
-)
-LAYERS = tuple(
-    QuantisedLayer(
-        f"model.layers.{i}.mlp.{name}", 4 << 20, 9 << 18, "4, groups of 32, bfloat16", error
-    )
-    for i, error in enumerate((0.071, 0.083))
-    for name in ("up_proj", "down_proj")
-)
+def lock(name):
+    reference = ReferenceAcceptance(1000, 5000, (700, 500), 1100, 2300)
+    return PairLock(FILES, replace(FILES, name=name), "HeadDrafter", reference=reference)
+
+
+def rolled_out(candidate=None, gates="speedup>=0.5,equal>=1"):
+    """A rollout of simulated servers; the texts of some say what they are."""
+    asked = [replace(each, name=f"{each.name}{SCRIPT}") for each in QUESTIONS[:8]]
+    candidate = candidate or Simulated(2)
+    told = {"max_new_tokens": 16, "repeats": 1, "streams": [1, 4], "policy": "auto"}
+    return roll_out(Simulated(1), candidate, asked, parse_gates(gates), **told)
+
+
 NAMED = HeadRecord("EAGLE-3", "a default", "org/target", "abc", "0f" * 8, None, ("norm_output",))
 RESULTS = {
     "stats": lambda: stats(),
@@ -209,12 +218,24 @@ RESULTS = {
         [1.0, 2.0],
         new_tokens=[8, 8],
         latencies=[Latency(0.2, (0.004, 0.008), (1, 4, 4), 9, 2)] * 2,
-        replies=[[Reply(0.0, text="a b c d e")], [Reply(0.0, text="f g h i")]],
+        replies=[[Reply(0.0, text=text)] for text in ("a b c d e", "f g h i")],
         throughput=[9.0, 8.0],
         requests=2,
     ),
     "empty series of a server": lambda: ServedSeries("x"),
     "speedup": lambda: Speedup(1.5, 0.9, 2.0),
+    "watched server": lambda: watched(),
+    "watched server that does not answer": lambda: WatchReport(
+        "http://x", [Verdict("server", "critical", LONG)]
+    ),
+    "hostile watched server": lambda: replace(watched(), model=SCRIPT, restarts=2),
+    "lock": lambda: lock("org/a-target"),
+    "lock without a reference": lambda: PairLock(FILES, None, None),
+    "hostile lock": lambda: lock(SCRIPT),
+    "rollout": lambda: rolled_out(),
+    "failed rollout": lambda: rolled_out(plain(3), "speedup>=9,p99_itl<=0.1x,acceptance>=9"),
+    "rollout without an answer": lambda: rolled_out(Simulated(1, fails=range(32))),
+    "rollout with other texts": lambda: rolled_out(Simulated(1, text=lambda _: SCRIPT)),
     "hostile breakdown": lambda: Breakdown(
         tuple(Part(name, 123456.7, 12.5) for name in PARTS), 5, 1.5, SCRIPT, "a machine | " * 12
     ),
@@ -249,22 +270,6 @@ RESULTS = {
     "hostile quantised model": lambda: QuantisationReport(
         (replace(LAYERS[0], name=SCRIPT),), 5 << 20, torch.bfloat16
     ),
-    "watched server": lambda: watched(),
-    "watched server that does not answer": lambda: WatchReport(
-        "http://x", [Verdict("server", "critical", LONG)]
-    ),
-    "hostile watched server": lambda: replace(watched(), model=SCRIPT, restarts=2),
-    "lock": lambda: PairLock(
-        LockedFiles("target", None, FILES),
-        LockedFiles(SCRIPT, "1" * 40, FILES),
-        "HeadDrafter",
-        reference=ReferenceAcceptance(9000, 27000, (8000, 7000), 9000, 24000),
-    ),
-    "lock that was not measured": lambda: PairLock(
-        LockedFiles("target", None, FILES), None, "NgramDrafter"
-    ),
-    "rollout": lambda: rollout("nothing is known", HOLD),
-    "hostile rollout": lambda: rollout(SCRIPT, FAIL),
     "dump": lambda: DumpSize(10**9, 32768, 10**9, 10**12),
 }
 

@@ -81,10 +81,11 @@ class Simulated:
 
     def _reply(self, question: Question, pace: float, tokens: int) -> Reply:
         reply = Reply(0.0, counts=True, text=self.text(question), tokens=tokens, prompt_tokens=50)
-        if int(question.name) in self.fails:
+        number = int(question.text.split()[-1])
+        if number in self.fails:
             reply.error, reply.ended = "the stream ended before the text did", 1.0
             return reply
-        of_prompt = np.random.default_rng(int(question.name))
+        of_prompt = np.random.default_rng(number)
         chance = of_prompt.beta(20 * self.acceptance, 20 - 20 * self.acceptance)
         pace *= self._noise.lognormal(0, 0.03)
         now, written = 0.1 * pace, 1

@@ -20,6 +20,7 @@ from specdec_ext.cli import app
 from specdec_ext.planning import memory
 from specdec_ext.preflight import extras, outputs
 from specdec_ext.preflight.extras import require
+from specdec_ext.rollout import own_server
 
 TEXTS = [
     path
@@ -127,6 +128,8 @@ def test_every_output_is_checked_before_a_model_is_loaded(name, option, tmp_path
     module, reads = sys.modules[f"specdec_ext.cli.{name}"], "load_target"
     if name == "plan":  # reads configs alone
         arguments, module, reads = ["bundled"], memory, "plan"
+    if name == "rollout":  # starts a server that reads the model
+        module, reads = own_server, "own_server"
     monkeypatch.setattr(module, reads, lambda *_, **__: pytest.fail("a model was read"))
     assert "text.jsonl" in refused(name, *arguments, option, tmp_path / "text.jsonl" / "below")
     assert not (tmp_path / "head").exists()

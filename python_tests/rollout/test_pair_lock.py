@@ -12,6 +12,7 @@ from helpers.drafters.checkpoint_cases import random_head
 import specdec_ext
 from specdec_ext import assets
 from specdec_ext.heads.checkpoints import load_draft, save_draft
+from specdec_ext.heads.checkpoints.config.fields import Fields
 from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 
 TARGET = assets.FOLDER / "tiny-python-target"
@@ -80,6 +81,13 @@ def test_reference_of_a_call_is_what_its_statistics_say(model):
     assert found.emitted_per_step == stats.emitted_per_step
     shares = stats.acceptance_per_position
     assert found.acceptance_per_position == [share for share in shares if share]
+
+
+def test_a_reference_without_drafts():
+    record = {"drafts": 0, "draft_tokens": 0, "steps": 9, "emitted_tokens": 9}
+    found = ReferenceAcceptance.read(Fields({**record, "accepted_per_position": [0]}, "lock"))
+    assert found.acceptance_per_position == [] and found.mean_acceptance_length == 1.0
+    assert found.emitted_per_step == 1.0
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from specdec_ext.stats import SpeculationStats
 from specdec_ext.tree.config import MAX_NODES
 
 FORMAT = 1  # of the file; another number is refused
-DEFAULT_NAME = "pair.lock"
+SHOWN = 16  # digits of a hash, for people
 MAX_COUNT = 2**53  # of a counter in the file
 NO_DRAFTER = "none"
 
@@ -126,8 +126,8 @@ class LockedFiles:
                 yield f"{what} {found.described}: {name} is not a file of {self.described}"
             else:
                 yield (
-                    f"{what} {found.described}: {name} has SHA-256 {now[:16]}..., that of {self.described} "
-                    f"has {locked[:16]}..."
+                    f"{what} {found.described}: {name} has SHA-256 {now[:SHOWN]}..., that of "
+                    f"{self.described} has {locked[:SHOWN]}..."
                 )
 
 
@@ -196,8 +196,11 @@ class ReferenceAcceptance:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of drafts whose first i tokens were accepted, i = 1, 2, ... (unconditional)."""
-        return [count / self.drafts for count in self.accepted_per_position]
+        """Share of drafts whose first i tokens were accepted, i = 1, 2, ... (unconditional).
+
+        Empty without drafts.
+        """
+        return [count / self.drafts for count in self.accepted_per_position if self.drafts]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -397,7 +400,7 @@ class PairLock(Summarised):
         parts = {"target": self.target, "draft": self.draft}
         yield Table(
             [
-                (what if number == 0 else "", name, digest)
+                (what if number == 0 else "", name, f"{digest[:SHOWN]}...")
                 for what, part in parts.items()
                 if part is not None
                 for number, (name, digest) in enumerate(part.files.items())
