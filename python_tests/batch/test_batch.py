@@ -350,6 +350,15 @@ def test_the_requests_are_not_overwritten(engine, files):
     assert files[0].read_bytes() == before
 
 
+def test_an_engine_that_refuses_requests_is_refused(files):
+    write(files[0], "a")
+    with (
+        Engine(target(), tokenizer=tokenizer(), max_waiting=3) as engine,
+        pytest.raises(ValueError, match="max_waiting=3 wait, and a file has more"),
+    ):
+        batch(engine, files)
+
+
 def test_two_runs_do_not_write_one_file(engine, files):
     write(files[0], "a")
     with (

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from helpers.places import ROOT, TESTS
@@ -80,16 +84,25 @@ def test_two_ranks_equal_one(tmp_path):
     assert done.stdout.count("agrees") == 2
 
 
-@pytest.mark.slow
-def test_a_server_of_two_ranks_answers_as_one_and_ends_on_a_signal(tmp_path):
-    log = tmp_path / "log"
+@contextmanager
+def served(log: Path) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A server of two ranks: its process, which is torchrun, and its address."""
     command = [sys.executable, "-m", "specdec_ext.cli", "serve", "bundled", "--tp", "2"]
     options = ["--dtype", "float32", "--port", "0", "--drafter", "head"]
     with log.open("w") as file:
         process = subprocess.Popen([*command, *options], env=environment(), stderr=file)
     try:
         until(lambda: "url=" in log.read_text() or process.poll() is not None, 200)
-        url = log.read_text().split("url=")[1].split()[0]
+        yield process, log.read_text().split("url=")[1].split()[0]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_answers_as_one_and_ends_on_a_signal(tmp_path):
+    log = tmp_path / "log"
+    with served(log) as (process, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         asked = dict(model="bundled", max_tokens=24, temperature=0)
         for prompt in PROMPTS[:3]:
@@ -109,5 +122,19 @@ def test_a_server_of_two_ranks_answers_as_one_and_ends_on_a_signal(tmp_path):
         assert text == text_alone(PROMPTS[0], max_new_tokens=200)
         process.wait(60)
         assert log.read_text().count("ended; every accepted request was finished") == 1
-    finally:
-        process.kill()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_server(tmp_path):
+    """Nothing hangs: the others would wait for it forever."""
+    with served(tmp_path / "log") as (process, url):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in children if b"RANK=1" in environment_of(pid)]
+        os.kill(ranks[0], signal.SIGKILL)
+        assert process.wait(90) != 0
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url}/models", timeout=5)
+
+
+def environment_of(pid: str) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -28,7 +28,7 @@ class OutputFile:
     def __init__(self, path: Path, start: bytes):
         writable_file(path, "OUT")
         self.path, self._start = path, start
-        self._file = path.open("a+b", buffering=0)
+        self._file = path.open("ab")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -78,3 +78,4 @@ class OutputFile:
     def append(self, record: dict[str, Any]) -> None:
         """Write a record."""
         self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()

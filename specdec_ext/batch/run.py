@@ -65,7 +65,7 @@ def run_batch(
     that can't be honoured gets a record with an error.
 
     Args:
-        engine: an engine with a tokenizer; it is not shut down.
+        engine: an engine with a tokenizer and without ``max_waiting``; it is not shut down.
         requests: a JSONL file of prompts or in OpenAI's batch format, which may be untrusted.
         answers: the file for the records.
         settings: options of the server; ``max_body_bytes`` holds for lines. There is no key and no timeout.
@@ -74,7 +74,8 @@ def run_batch(
         overwrite: replace the records of an earlier run.
 
     Raises:
-        ValueError: the file of answers is of another run, or the same as that of the requests.
+        ValueError: the file of answers is of another run, or the same as that of the requests; or the engine
+            has ``max_waiting``.
         OSError: a file can't be read or written, or another run writes it.
         RuntimeError: the engine has ended; the records so far are kept. Or this thread has an event loop
             that runs.
@@ -82,6 +83,11 @@ def run_batch(
     requests, answers = regular_file(requests, "a file of requests"), Path(answers)
     if answers.exists() and answers.samefile(requests):
         raise ValueError(f"OUT {answers} is the file of the requests; choose another file")
+    if engine.max_waiting is not None:
+        raise ValueError(
+            f"the engine refuses requests when max_waiting={engine.max_waiting} wait, and a file has more; "
+            "leave max_waiting out"
+        )
     most = settings.max_body_bytes
     # The size of a line is checked when it is read; as the body of a request it has another one.
     settings = replace(

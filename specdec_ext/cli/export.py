@@ -19,7 +19,8 @@ def head(
     path: Annotated[str, typer.Argument(help="Folder, weight file or hub id of a draft head.")],
     folder: Annotated[Path, typer.Argument(help="Folder for its files; created if missing.")],
     engine: Annotated[
-        Literal["vllm", "sglang", "speculators"], typer.Option("--for", help="Who shall read it.")
+        Literal["vllm", "sglang", "speculators"],
+        typer.Option("--for", help="Program that reads the head."),
     ],
     overwrite: OverwriteOption = False,
 ) -> None:

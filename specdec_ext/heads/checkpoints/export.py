@@ -56,7 +56,7 @@ def export_head(
         head: the head, or its folder or hub id, in any layout that ``load_draft`` reads. None of the engines
             reads Medusa heads.
         folder: folder for ``config.json`` and the weights; created if it does not exist.
-        engine: the program that shall read it.
+        engine: the program that reads it.
         overwrite: replace files of the folder.
 
     Raises:
