@@ -58,7 +58,7 @@ def test_a_candidate_that_passes_leaves_a_report_and_a_lock(prompts, tmp_path):
         )
     assert result.exit_code == 0, result.output
     shown = words(result.output)
-    assert "PASS: every gate, with 1, 2 requests at a time" in shown
+    assert "PASS: every gate, streams 1, 2" in shown
     assert "recommended speculation" in shown
     found = json.loads(record.read_text())
     assert found["outcome"] == "PASS" and [each["streams"] for each in found["stages"]] == [1, 2]

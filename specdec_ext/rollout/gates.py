@@ -13,9 +13,10 @@ from difflib import get_close_matches
 from typing import Literal
 
 from specdec_ext.evaluate.benchmark import latency
+from specdec_ext.evaluate.benchmark.served import ServedSeries
 from specdec_ext.rollout import intervals
 from specdec_ext.rollout.intervals import Interval
-from specdec_ext.rollout.texts import Measured
+from specdec_ext.rollout.texts import ComparedTexts
 
 Outcome = Literal["PASS", "HOLD", "FAIL"]
 PASS: Outcome = "PASS"
@@ -41,6 +42,20 @@ _UNITS: dict[str, tuple[str, ...]] = {
     **{name: (RATIO, MILLISECONDS) for name in _LATENCIES},
 }
 _FORM = re.compile(r"(\w+)\s*(>=|<=)\s*(\d{1,9}(?:\.\d{0,9})?)\s*(x|ms)?")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What gates are judged by.
+
+    Attributes:
+        baseline, candidate: what the two have answered, the same questions.
+        texts: the comparison of their texts.
+    """
+
+    baseline: ServedSeries
+    candidate: ServedSeries
+    texts: ComparedTexts
 
 
 @dataclass(frozen=True)

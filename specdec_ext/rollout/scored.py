@@ -17,7 +17,7 @@ ALTERNATIVES = (
 # 1/8 in bfloat16. Servers that differ by more compute with other weights.
 MAX_ROUNDING = 0.25
 
-Verdict = Literal["near-tie", "other text", "unknown"]
+Difference = Literal["near-tie", "other text", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _is_logprob(value: Any) -> bool:
 
 def judge(
     expected: str, found: str, baseline: list[ScoredToken], candidate: list[ScoredToken]
-) -> tuple[Verdict, str]:
+) -> tuple[Difference, str]:
     """Whether two greedy texts differ by a near-tie, and why.
 
     They do if the baseline's log probabilities of the two tokens, where the texts begin to differ, are at
@@ -136,7 +136,7 @@ def judge(
             f"the candidate's token is not among the {len(chosen.top)} that the baseline finds most probable"
         )
     gap = chosen.logprob - chosen.top[max(others, key=len)]
-    verdict: Verdict = "near-tie" if gap <= 2 * rounding else "other text"
+    verdict: Difference = "near-tie" if gap <= 2 * rounding else "other text"
     return verdict, f"log probabilities {gap:.2g} apart, rounding explains {2 * rounding:.2g}"
 
 

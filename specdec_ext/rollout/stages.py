@@ -24,13 +24,14 @@ from specdec_ext.rollout.gates import (
     OUTCOMES,
     PASS,
     Gate,
+    Measured,
     Outcome,
     Verdict,
     worst,
 )
 from specdec_ext.rollout.intervals import Interval
 from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
-from specdec_ext.rollout.texts import ComparedTexts, Measured, compare_texts
+from specdec_ext.rollout.texts import ComparedTexts, compare_texts
 from specdec_ext.stats import SpeculationStats
 
 BASELINE, CANDIDATE = "baseline", "candidate"
@@ -166,7 +167,7 @@ class Rollout(Summarised):
     def summary(self) -> str:
         if self.outcome == PASS:
             numbers = ", ".join(str(stage.streams) for stage in self.stages)
-            return f"PASS: every gate, with {numbers} requests at a time"
+            return f"PASS: every gate, streams {numbers}"
         causes = [
             f"{verdict.gate.name} with {counted(stage.streams, 'stream')}"
             for stage in self.stages

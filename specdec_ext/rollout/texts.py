@@ -10,7 +10,7 @@ from specdec_ext.display.progress import tracked
 from specdec_ext.evaluate.benchmark.prompts import Question
 from specdec_ext.evaluate.benchmark.served import ServedContestant, ServedSeries
 from specdec_ext.rollout.intervals import Interval
-from specdec_ext.rollout.scored import Verdict, judge, scored_text
+from specdec_ext.rollout.scored import Difference, judge, scored_text
 
 
 @dataclass
@@ -23,9 +23,9 @@ class ComparedTexts:
     """
 
     prompts: int
-    verdicts: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
+    verdicts: dict[str, tuple[Difference, str]] = field(default_factory=dict)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: Difference) -> int:
         """Number of prompts whose texts differ in this way."""
         return sum(each == verdict for each, _ in self.verdicts.values())
 
@@ -103,7 +103,7 @@ def _judged(
     texts: tuple[str, str],
     contestants: tuple[ServedContestant, ServedContestant],
     max_new_tokens: int,
-) -> tuple[Verdict, str]:
+) -> tuple[Difference, str]:
     try:
         scored = [
             scored_text(each.server, question, max_tokens=max_new_tokens, **each.fields)
@@ -112,17 +112,3 @@ def _judged(
     except ValueError as error:
         return "unknown", str(error)
     return judge(*texts, *scored)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What gates are judged by.
-
-    Attributes:
-        baseline, candidate: what the two have answered, the same questions.
-        texts: the comparison of their texts.
-    """
-
-    baseline: ServedSeries
-    candidate: ServedSeries
-    texts: ComparedTexts
