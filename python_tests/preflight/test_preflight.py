@@ -21,6 +21,7 @@ from specdec_ext.planning import memory
 from specdec_ext.preflight import extras, outputs
 from specdec_ext.preflight.extras import require
 from specdec_ext.rollout import own_server
+from specdec_ext.watch import watcher
 
 TEXTS = [
     path
@@ -51,7 +52,7 @@ def test_one_module_says_how_to_install_an_extra():
 def test_every_optional_package_is_in_its_extra():
     project = (ROOT / "pyproject.toml").read_text()
     for package, extra in extras._EXTRAS.items():
-        assert re.search(rf'^{extra} = \[.*"{package}"', project, re.MULTILINE)
+        assert re.search(rf'^{extra} = \[.*"{package}["\[]', project, re.MULTILINE)
 
 
 def test_a_missing_package_is_an_error_with_the_install_command(monkeypatch):
@@ -130,8 +131,16 @@ def test_every_output_is_checked_before_a_model_is_loaded(name, option, tmp_path
         arguments, module, reads = ["bundled"], memory, "plan"
     if name == "rollout":  # starts a server that reads the model
         module, reads = own_server, "own_server"
+    if name == "watch":  # asks a server
+        arguments, module, reads = ["http://127.0.0.1:9"], watcher, "Watcher"
     monkeypatch.setattr(module, reads, lambda *_, **__: pytest.fail("a model was read"))
-    assert "text.jsonl" in refused(name, *arguments, option, tmp_path / "text.jsonl" / "below")
+    below = tmp_path / "text.jsonl" / "below"
+    if name == "batch":  # its files have no option before them
+        files = {"requests": tmp_path / "text.jsonl", "answers": tmp_path / "out.jsonl"}
+        arguments = [*{**files, option: below}.values(), "bundled"]
+    else:
+        arguments += [option, below]
+    assert "text.jsonl" in refused(name, *arguments)
     assert not (tmp_path / "head").exists()
 
 
