@@ -135,10 +135,10 @@ def test_every_output_is_checked_before_a_model_is_loaded(name, option, tmp_path
         arguments, module, reads = ["http://127.0.0.1:9"], watcher, "Watcher"
     monkeypatch.setattr(module, reads, lambda *_, **__: pytest.fail("a model was read"))
     below = tmp_path / "text.jsonl" / "below"
-    if name == "batch":  # its files have no option before them
+    if name == "batch":
         files = {"requests": tmp_path / "text.jsonl", "answers": tmp_path / "out.jsonl"}
-        arguments = [*{**files, option: below}.values(), "bundled"]
-    else:
+        arguments = [*(files | {option: below} if option in files else files).values(), "bundled"]
+    if option.startswith("-"):
         arguments += [option, below]
     assert "text.jsonl" in refused(name, *arguments)
     assert not (tmp_path / "head").exists()
