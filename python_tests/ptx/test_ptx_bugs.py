@@ -137,7 +137,7 @@ BUGS = {
     ),
     "a bulk copy of too few bytes": Bug(
         *DRAFT, r"(cp\.async\.bulk\S+ \[%\w+\], \[%\w+\], )%\w+,", r"\g<1>64,", drafts,
-        "deadlock.*waits for [1-9]\d* bytes", 0,
+        r"deadlock.*waits for [1-9]\d* bytes", 0,
     ),
     "an mbarrier that expects too few arrivals": Bug(
         *DRAFT, r"(mbarrier\.init\.shared\.b64 \[%\w+\], )(%\w+);", r"\g<1>1;", drafts,
