@@ -51,7 +51,7 @@ GOAL = 1.35
 NEW = 3  # committed elements per draft and row
 # Shared memory of a block: partial sums of its warps, static data (csrc/kernels/draft_head/block.cuh).
 REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_488
-STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
+STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + _host.DRAFT_UNIT_BYTES)
 MOST_STAGES = 24
 LAG = 2  # stages that are free but not yet refilled when the warps finish a product
 TILE_ROWS = 16  # rows that are multiplied together

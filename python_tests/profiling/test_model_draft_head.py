@@ -43,7 +43,7 @@ def test_the_ring_is_the_kernels():
     kernels = ROOT / "csrc" / "kernels" / "draft_head"
     text = "".join(path.read_text() for path in kernels.rglob("*.cuh"))
     assert f"kMaxStages = {model_draft_head.MOST_STAGES};" in text
-    assert "kStageRowBytes = kSliceBytes + 64;" in text
+    assert "kStageRowBytes = kSliceBytes + kUnitBytes;" in text
     assert f"kLag = {model_draft_head.LAG};" in text
     assert "kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;" in text
     tile = model_draft_head.TILE_ROWS * _host.DRAFT_TILE_OUTS
