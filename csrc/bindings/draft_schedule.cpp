@@ -127,7 +127,8 @@ void define_draft_schedule(PyObject* module) {
   for (const auto& [name, value] : {std::pair{"DRAFT_PASS_ROWS", kPassRows},
                                     {"DRAFT_TILE_OUTS", kTileOuts},
                                     {"DRAFT_PANEL_TILES", kPanelTiles},
-                                    {"DRAFT_SLICE_BYTES", kSliceBytes}}) {
+                                    {"DRAFT_SLICE_BYTES", kSliceBytes},
+                                    {"DRAFT_UNIT_BYTES", kUnitBytes}}) {
     if (PyModule_AddIntConstant(module, name, value) < 0) throw PythonError{};
   }
 }

@@ -20,6 +20,11 @@ WEIGHT_BYTES = {"same": 2, "int8": 1, "float8": 1}  # per weight of a 16-bit hea
 SCALE_BYTES = 4  # per output of an 8-bit matrix
 
 
+def slice_bytes(weights: str) -> int:
+    """Bytes of a weight row in a stage; half for 8-bit weights, whose products need more registers."""
+    return _host.DRAFT_SLICE_BYTES // (1 if weights == "same" else 2)
+
+
 @dataclass(frozen=True)
 class Phase:
     """One phase of one pass; the grid synchronises after each phase.
@@ -66,6 +71,14 @@ class Matrix:
         """Number of times that all blocks together read one row of inputs."""
         tiles = np.bincount(self.tiles(num_blocks)[:, 0], minlength=num_blocks)
         return int((-(-tiles // _host.DRAFT_PANEL_TILES)).sum())
+
+    def slices(self, weights: str = "same") -> int:
+        """Number of stages of the ring that a tile takes; from sm_90 on each is one bulk copy."""
+        return -(-self.ins * WEIGHT_BYTES[weights] // slice_bytes(weights))
+
+    def stages(self, weights: str = "same") -> int:
+        """Number of stages of all blocks together."""
+        return len(self.tiles(1)) * self.slices(weights)
 
     def size(self, weights: str = "same") -> int:
         """Bytes, scales included."""

@@ -39,6 +39,7 @@ from cuda_kernels.draft_schedule import (
     levels,
     matrices,
     phases,
+    slice_bytes,
     widths,
 )
 from cuda_kernels.occupancy import most_shared_bytes
@@ -50,7 +51,7 @@ GOAL = 1.35
 NEW = 3  # committed elements per draft and row
 # Shared memory of a block: partial sums of its warps, static data (csrc/kernels/draft_head/block.cuh).
 REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_488
-STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
+STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + _host.DRAFT_UNIT_BYTES)
 MOST_STAGES = 24
 LAG = 2  # stages that are free but not yet refilled when the warps finish a product
 TILE_ROWS = 16  # rows that are multiplied together
@@ -82,6 +83,12 @@ class Machine:
         free = most_shared_bytes(self.arch) - REDUCE_BYTES - STATIC_BYTES
         return min(MOST_STAGES, free // STAGE_BYTES)
 
+    @property
+    def refill_us(self) -> float:
+        """Time for warp 0 to refill a stage: one bulk copy, below sm_90 the lanes copy 8 KiB."""
+        copies = 1 if self.arch == "sm_90" else _host.DRAFT_TILE_OUTS
+        return TIMES["refill"] + copies * TIMES["copy"]
+
     def ring_bytes(self, weights: str) -> int:
         """Bytes of weights in flight into the rings of all SMs when the warps finish a product."""
         return self.sms * (self.stages - LAG) * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
@@ -91,11 +98,6 @@ class Machine:
 
     def l2_us(self, count: float) -> float:
         return count / self.l2_gb_per_s / 1e3
-
-
-def slice_bytes(weights: str) -> int:
-    """Bytes of a weight row in a stage; half for 8-bit weights, whose products need more registers."""
-    return _host.DRAFT_SLICE_BYTES // (1 if weights == "same" else 2)
 
 
 MACHINES = {
@@ -113,7 +115,8 @@ TIMES = {
     "grow": 4.0,
     "product": 1.0,  # from a barrier to the first multiplication, without the norms of the inputs
     "stage": 0.08,  # for a warp to acquire and release a stage of the ring
-    "refill": 0.08,  # for warp 0 to request the weights of another stage
+    "refill": 0.02,  # for warp 0 to request the weights of another stage, without the copies
+    "copy": 0.0075,  # for a bulk copy to be requested, or 1 KiB by the lanes of warp 0
     "multiply": 0.1,  # per 1024 inputs, for all eight warps together and up to TILE_ROWS rows
     "slice": 0.7,  # for a slice of the inputs to arrive from the L2 cache
     "launch": 8.0,  # once per draft: a cooperative launch, and the work of blocks before their first phase
@@ -130,6 +133,7 @@ class Cost:
     """Cost of one phase, in microseconds.
 
     Attributes:
+        stages: stages of the ring that an SM fills, on average.
         memory_us: time to read its bytes from memory at full bandwidth.
         tail_us: additional time until the busiest block has read its share.
         compute_us: time of the busiest block's warps once its weights have arrived.
@@ -141,6 +145,7 @@ class Cost:
     op: str
     level: int
     memory_bytes: int
+    stages: float
     memory_us: float
     tail_us: float
     compute_us: float
@@ -169,10 +174,10 @@ class Workload:
 
 def compute_us(matrix: Matrix, num_rows: int, weights: str, machine: Machine) -> float:
     """Time of the busiest block, which processes its tiles in panels and each panel slice by slice."""
-    slices = -(-matrix.ins * WEIGHT_BYTES[weights] // slice_bytes(weights))
+    slices = matrix.slices(weights)
     row_tiles = -(-num_rows // TILE_ROWS)
     elements = slice_bytes(weights) / WEIGHT_BYTES[weights]
-    tile_us = TIMES["stage"] + TIMES["refill"] + TIMES["multiply"] * row_tiles * elements / 1024
+    tile_us = TIMES["stage"] + machine.refill_us + TIMES["multiply"] * row_tiles * elements / 1024
     tiles = -(-int(matrix.rows(machine.sms).max()) // _host.DRAFT_TILE_OUTS)
     total = 0.0
     for first in range(0, tiles, _host.DRAFT_PANEL_TILES):
@@ -194,6 +199,7 @@ def product_cost(phase: Phase, matrix: Matrix, weights: str, machine: Machine) -
         op=phase.op,
         level=phase.level,
         memory_bytes=size,
+        stages=matrix.stages(weights) / machine.sms,
         memory_us=memory_us,
         tail_us=memory_us * float(rows.max() / rows.mean() - 1),
         compute_us=compute_us(matrix, phase.num_rows, weights, machine),
@@ -220,6 +226,7 @@ def other_cost(phase: Phase, work: Workload, machine: Machine) -> Cost:
         op=phase.op,
         level=level,
         memory_bytes=memory,
+        stages=0.0,
         memory_us=machine.read_us(memory),
         tail_us=0.0,
         compute_us=0.0,
@@ -300,6 +307,7 @@ def level_estimates(work: Workload, machine: Machine) -> list[dict[str, float]]:
                 "level": level,
                 "weight_bytes": weights,
                 "cache_bytes": cache,
+                "stages": sum(cost.stages for cost in own),
                 "barriers": len(own),
                 **{part: sum(getattr(cost, part) for cost in own) for part in PARTS},
                 "worst_us": sum(cost.worst_us for cost in own),
@@ -322,11 +330,13 @@ def draft_estimate(rows: list[dict[str, float]]) -> dict[str, float]:
 NOTES = """\
 - Microseconds. `memory` to `barrier` are the parts of the worst case. `first` is level 0 with the new
   elements, `last` the deepest level, `draft` all levels and the launch.
+- `stages`: of the ring, that each SM fills on average. From sm_90 on, each is one bulk copy of a tile; below,
+  and of a matrix in rows, eight rows are copied.
 - `floor`: weights once per level and the cache, at the read bandwidth. `goal`: 1.35 times that.
 - `best`: memory waits only where the warps are away from products for longer than the ring lasts. `worst`:
   nothing overlaps.
 - `compute`: what the warps of the busiest block need if all weights are there. Above `memory` it sets the
-  pace, and on an H200 it is close: taking a stage and refilling one are guessed at 0.08 us each, and it
+  pace: taking a stage is guessed at 0.08 us, refilling one at 0.02 us and 0.0075 us for each copy, and it
   hardly shrinks with 8-bit weights (`--weights int8`).
 - `tail`: how much later the busiest block has its weights, at an equal share of the bandwidth.
 - Measured numbers far above `worst` mean that an assumption is wrong. Look for it with
@@ -337,6 +347,7 @@ KEY = ("head", "machine", "level")
 COLUMNS = {
     **{name: f"{{{name}}}" for name in KEY},
     "MB": lambda row: f"{row['weight_bytes'] / 1e6:.0f}",
+    "stages": "{stages:.0f}",
     "barriers": "{barriers}",
     **{name.removesuffix("_us"): f"{{{name}:.0f}}" for name in SHOWN},
     "best/floor": lambda row: f"{row['best_us'] / row['floor_us']:.2f}x",

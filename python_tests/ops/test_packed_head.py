@@ -72,6 +72,7 @@ def test_row_with_an_infinite_or_nan_weight_has_no_finite_product(weights, value
 def test_only_matrices_get_8_bits_and_scales(kind, monkeypatch):
     """The matrices are lm_head, fc and four of each layer."""
     monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
+    monkeypatch.setattr(packed_head, "_in_tiles", lambda weight, is_paired: weight)
     head = head_of(kind)
     run = Run.start(head, 1)
     same = ops.PackedHead.pack(head, run.embedding, run.lm_head)
@@ -94,19 +95,22 @@ def test_only_matrices_get_8_bits_and_scales(kind, monkeypatch):
 
 
 def test_num_bytes_counts_shared_tensors_once(monkeypatch):
-    """The embedding is also lm_head."""
+    """The embedding is also lm_head. Tiles have whole units of 64 bytes and 8 outputs."""
     monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
     head = head_of("eagle1", dtype=torch.bfloat16)
     embedding = torch.zeros(97, 32, dtype=torch.bfloat16)
     tied = ops.PackedHead.pack(head, embedding, embedding)
     apart = ops.PackedHead.pack(head, embedding, embedding.clone())
-    own = sum(tensor.nbytes for tensor in head.tensors.values())
+    down = head.tensors["layers.0.mlp.down_proj.weight"]
+    own = sum(tensor.nbytes for tensor in head.tensors.values()) + 32 * (128 - 96)
+    assert down.nbytes == 32 * 96
     assert (tied.num_bytes, apart.num_bytes) == (own + 97 * 64, own + 2 * 97 * 64)
     small = ops.PackedHead.pack(head, embedding, embedding, "int8")
-    # The matrices lm_head, fc, qkv, o, gate and up, down have half the bytes and a scale for each output.
-    weights = 97 * 32 + 32 * 64 + 64 * 32 + 32 * 32 + 96 * 32 + 32 * 48
+    # The matrices are lm_head, fc, qkv, o, gate and up, down; in 8 bits each output has a scale.
+    half = 64 * (104 + 32 + 64 + 32 + 96 + 32)
     scales = 4 * (97 + 32 + 64 + 32 + 96 + 32)
-    assert small.num_bytes == own + 97 * 64 - 2 * (weights - 97 * 32) + weights + scales
+    same = 32 * 128 + 64 * 64 + 32 * 64 + 96 * 64 + 32 * 128
+    assert small.num_bytes == own + 97 * 64 - same + half + scales
 
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -213,6 +217,20 @@ def test_unkept_head_drafts_the_same():
     assert stats[0] == stats[1] and not alive
     double = BoundHead.bind(unkept, tiny_model("llama", dtype=torch.float64))
     assert double._in_memory[0].tensors.keys() == head.tensors.keys()
+
+
+def test_conversions_to_the_targets_dtype_are_not_kept():
+    """Of a head in another dtype only the packed matrices stay; the specification keeps one conversion."""
+    head = head_of("eagle3", dtype=torch.bfloat16, own_embedding=True)
+    bound = BoundHead.bind(head, tiny_model("llama"))
+    first, second = (bound.head.tensors["fc.weight"] for _ in range(2))
+    assert first.dtype == torch.float32 and first.data_ptr() != second.data_ptr()
+    assert torch.equal(first, head.tensors["fc.weight"].float())
+    kept, embedding, lm_head = bound._in_memory
+    assert embedding is kept.tensors["embed_tokens.weight"]
+    assert lm_head is kept.tensors["lm_head.weight"]
+    same = BoundHead.bind(head, tiny_model("llama", dtype=torch.bfloat16))
+    assert same.head.tensors["fc.weight"] is head.tensors["fc.weight"]
 
 
 def test_missing_lm_head_is_refused():

@@ -32,6 +32,10 @@ def test_bytes_of_a_level():
     # 1024 elements, 3 new ones and the 4 nodes that were expanded before and are now.
     assert last["cache_bytes"] == 2 * 8 * 128 * 2 * (1024 + 3 + 4)
     assert (first["barriers"], last["barriers"]) == (9, 8)
+    # Tiles of 8 outputs, in slices of 512 inputs: 91,392 of them, with 132 SMs 692 for each.
+    tiles = 768 * 16 + 512 * 8 + 3584 * 8 + 512 * 28 + 4000 * 8
+    assert last["stages"] * 132 == pytest.approx(tiles)
+    assert first["stages"] * 132 == pytest.approx(tiles + 512 * 24)
 
 
 def test_the_ring_is_the_kernels():
@@ -39,7 +43,7 @@ def test_the_ring_is_the_kernels():
     kernels = ROOT / "csrc" / "kernels" / "draft_head"
     text = "".join(path.read_text() for path in kernels.rglob("*.cuh"))
     assert f"kMaxStages = {model_draft_head.MOST_STAGES};" in text
-    assert "kStageRowBytes = kSliceBytes + 64;" in text
+    assert "kStageRowBytes = kSliceBytes + kUnitBytes;" in text
     assert f"kLag = {model_draft_head.LAG};" in text
     assert "kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;" in text
     tile = model_draft_head.TILE_ROWS * _host.DRAFT_TILE_OUTS

@@ -135,6 +135,10 @@ BUGS = {
         *DRAFT, r"(mbarrier\.arrive\.expect_tx\S+ _, \[%\w+\], )%\w+;", r"\g<1>16;", drafts,
         "bytes more than mbarrier_arrive_expect announced", 0,
     ),
+    "a bulk copy of too few bytes": Bug(
+        *DRAFT, r"(cp\.async\.bulk\S+ \[%\w+\], \[%\w+\], )%\w+,", r"\g<1>64,", drafts,
+        r"deadlock.*waits for [1-9]\d* bytes", 0,
+    ),
     "an mbarrier that expects too few arrivals": Bug(
         *DRAFT, r"(mbarrier\.init\.shared\.b64 \[%\w+\], )(%\w+);", r"\g<1>1;", drafts,
         "a race|deadlock|after all 1 arrivals|copies asynchronously", 0,

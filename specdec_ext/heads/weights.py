@@ -168,13 +168,13 @@ class DraftWeights(Summarised):
         size = byte_size(self._num_parameters * self._dtype.itemsize)
         return f"{size} ({str(self._dtype).removeprefix('torch.')})"
 
-    def to(self: Self, device: torch.device | str, dtype: torch.dtype) -> Self:
+    def to(self: Self, device: torch.device | str, dtype: torch.dtype, keep: bool = True) -> Self:
         """Return a copy on ``device`` with floating-point tensors in ``dtype``.
 
-        ``UnkeptTensors`` are converted each time they are read.
+        ``UnkeptTensors``, and any tensors with ``keep=False``, are converted each time they are read.
         """
-        if isinstance(self.tensors, UnkeptTensors):
-            own = self.tensors
+        own = self.tensors
+        if isinstance(own, UnkeptTensors) or not keep:
             return replace(
                 self, tensors=UnkeptTensors(own, lambda name: _moved(own[name], device, dtype))
             )

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec_ext._host import DRAFT_TILE_OUTS, DRAFT_UNIT_BYTES
 from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.ops.quantise import quantise, weight_dtype
 
 # Indices of the matrices among the weights of a head, and among those of a layer.
 _HEAD_MATRICES, _LAYER_MATRICES = (1, 5), (1, 5, 8, 9)
 _HEAD_TENSORS, _LAYER_TENSORS = 11, 10
+# Index of gate and up, whose tiles alternate.
+_GATE_UP = 8
 # Groups of a layer's tensors that are concatenated, in the order of the op.
 _LAYER_GROUPS = (
     ("input_layernorm.weight",),
@@ -65,15 +68,18 @@ class PackedHead:
         """Pack the weights of a head for the op.
 
         On the CPU, all weights except the embedding are copied, and matrices are reordered into panels. On
-        CUDA, projections with the same input are concatenated, which copies them. The other weights, the
-        embedding and lm_head are not copied if they are contiguous and aligned to 16 bytes.
+        CUDA, the head's matrices are copied into tiles. The embedding, a given lm_head and vectors are not
+        copied if they are contiguous and aligned to 16 bytes. So a head whose tensors stay on the GPU in this
+        dtype has its matrices there twice; of :class:`~specdec_ext.heads.weights.UnkeptTensors` only the
+        tiles stay.
 
         Args:
             head: a head in float32, bfloat16 or, on CUDA, float16.
             embedding: ``[tokens, hidden]`` of the same dtype and device, the head's own or the target's. The
                 target may have more or fewer tokens than the head was made for, because vocabularies are
                 often padded.
-            lm_head: ``[draft_vocab, hidden]`` of the same dtype and device; None for the head's own.
+            lm_head: ``[draft_vocab, hidden]`` of the same dtype and device, the target's, which on CUDA is
+                read in place; None for the head's own.
             weights: "int8" or "float8" (e4m3) rounds fc, lm_head and the matrices of the layers to 8 bits,
                 with a float32 scale per output, chosen so that the output's largest weight becomes the
                 largest number of the format. It is for heads in bfloat16 or float16 on CUDA. Drafts change
@@ -86,14 +92,12 @@ class PackedHead:
         _check_pack(head, embedding, lm_head)
         sources = _sources(head, embedding, lm_head)
         if dtype is None and reads_panels(embedding.device):
-            tensors = [embedding, *_in_panels(sources, config)[1:]]
+            tensors = [embedding.detach(), *_in_panels(sources, config)[1:]]
         else:
-            tensors = [source() for source in sources]
-        if dtype is not None:
-            tensors = _quantised(tensors, config.num_layers, dtype)
+            tensors = _for_kernel(sources, config, dtype, keeps_lm_head=lm_head is not None)
         return cls(
             config,
-            [_laid_out(tensor.detach()) for tensor in tensors],
+            [_laid_out(tensor) for tensor in tensors],
             layout_of(config),
             [config.rms_norm_eps, config.logit_scale],
             _sync_buffer(config, embedding.device),
@@ -156,7 +160,7 @@ def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> N
 
 
 def reads_panels(device: torch.device) -> bool:
-    """Whether the op on this device reads matrices in panels (``specdec/cpu/panels.h``) instead of rows."""
+    """Whether the op on this device reads matrices in panels (``specdec/cpu/panels.h``) instead of tiles."""
     return device.type == "cpu"
 
 
@@ -166,13 +170,35 @@ def _matrices(num_layers: int) -> list[int]:
     return [*_HEAD_MATRICES, *(first + i for first in layers for i in _LAYER_MATRICES)]
 
 
-def _quantised(tensors: list[Tensor], num_layers: int, dtype: torch.dtype) -> list[Tensor]:
-    """The weights with matrices in 8 bits, followed by the scales."""
-    tensors, scales = list(tensors), []
-    for index in _matrices(num_layers):
-        tensors[index], scale = quantise(tensors[index], dtype)
-        scales.append(scale)
+def _for_kernel(
+    sources: Sequence[Source], config: HeadConfig, dtype: torch.dtype | None, keeps_lm_head: bool
+) -> list[Tensor]:
+    """The weights with matrices in tiles, one after the other; rounded to ``dtype``, their scales follow.
+
+    With ``keeps_lm_head``, lm_head stays as it is if it is not rounded.
+    """
+    matrices, tensors, scales = _matrices(config.num_layers), [], []
+    for index, source in enumerate(sources):
+        tensor = source().detach()
+        if index in matrices and dtype is not None:
+            tensor, scale = quantise(tensor, dtype)
+            scales.append(scale)
+        is_kept = keeps_lm_head and dtype is None and index == _HEAD_MATRICES[0]
+        if index in matrices and tensor.numel() and not is_kept:
+            in_layer = (index - _HEAD_TENSORS) % _LAYER_TENSORS
+            tensor = _in_tiles(tensor, is_paired=index > _HEAD_TENSORS and in_layer == _GATE_UP)
+        tensors.append(tensor)
     return tensors + scales
+
+
+def _in_tiles(weight: Tensor, is_paired: bool) -> Tensor:
+    """Reorder ``weight [outs, ins]`` into tiles, ``[tiles, units, 8, elements of a unit]``.
+
+    See ``specdec/draft_head/plan.h``. In a pair, tiles of the first and of the second half alternate.
+    """
+    parts = weight.contiguous().view(torch.uint8).chunk(2 if is_paired else 1)
+    tiles = torch.stack([_panels(part, DRAFT_TILE_OUTS, DRAFT_UNIT_BYTES) for part in parts], dim=1)
+    return tiles.flatten(0, 1).view(weight.dtype)
 
 
 def _in_panels(sources: Sequence[Source], config: HeadConfig) -> list[Tensor]:
@@ -207,16 +233,16 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """Reorder ``weight [outs, ins]`` into panels, ``[panels, units, 32, elements of a unit]``.
+def _panels(weight: Tensor, outs: int = 32, unit_bytes: int = 4) -> Tensor:
+    """Reorder ``weight [outs, ins]`` into panels, ``[panels, units, outs of a panel, elements of a unit]``.
 
-    See ``specdec/cpu/panels.h``. The result is a view of the weight if its sizes are multiples of those of a
-    panel.
+    See ``specdec/cpu/panels.h``, whose panels are the default. The result is a view of the weight if its
+    sizes are multiples of those of a panel.
     """
-    unit = 4 // weight.element_size()
-    missing = -weight.shape[1] % unit, -len(weight) % 32
+    unit = unit_bytes // weight.element_size()
+    missing = -weight.shape[1] % unit, -len(weight) % outs
     padded = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight
-    return padded.reshape(-1, 32, padded.shape[1] // unit, unit).transpose(1, 2)
+    return padded.reshape(-1, outs, padded.shape[1] // unit, unit).transpose(1, 2)
 
 
 def _in_huge_pages(like: Sequence[Tensor]) -> list[Tensor]:

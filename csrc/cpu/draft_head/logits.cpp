@@ -49,7 +49,7 @@ std::optional<std::string> DraftLogits::compute(const DraftHeadParams& params,
   };
   panel_products({.type = head.type,
                   .input = hidden,
-                  .panels = head.lm_head,
+                  .panels = head.lm_head.weight,
                   .rows = rows,
                   .ins = head.hidden,
                   .outs = head.draft_vocab,

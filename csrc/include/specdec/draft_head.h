@@ -29,18 +29,19 @@ namespace specdec {
 inline constexpr int64_t kPredictsAhead = 2;
 
 // The tensors of a head have one type and are contiguous. Weight matrices are stored in panels
-// (specdec/cpu/panels.h) for the CPU and as [outs, ins] for the kernel, which also takes 8-bit
-// ones.
+// (specdec/cpu/panels.h) for the CPU, and in tiles (specdec/draft_head/plan.h) or as [outs, ins]
+// for the kernel, which also takes 8-bit ones.
 struct HeadMatrix {
   const void* weight;  // null: absent
   const void* bias;    // [outs] or null
   int64_t outs;
   int64_t ins;
+  bool in_tiles = false;
 };
 
 struct HeadLayer {
   const void* input_norm;  // [hidden]; null in the first layer of EAGLE-1
-  HeadMatrix query;        // [heads * head_dim, attended]
+  HeadMatrix query;        // [heads * head_dim, attended]; for the kernel followed by key_value
   HeadMatrix key_value;    // [2 * kv_heads * head_dim, attended]: keys, then values
   const void* query_norm;  // [head_dim] or null
   const void* key_norm;    // [head_dim] or null
@@ -69,7 +70,7 @@ struct HeadWeights {
   float eps;
   float logit_scale;
   const void* embedding;           // [vocab, hidden]
-  const void* lm_head;             // a matrix [draft_vocab, hidden]
+  HeadMatrix lm_head;              // [draft_vocab, hidden]
   const int64_t* draft_to_target;  // [draft_vocab] or null
   const void* input_norm;          // [feature_width] or null
   const void* fc_norm;             // [feature_width] or null: one norm per feature, side by side

@@ -22,10 +22,11 @@ constexpr int kDraftWarps = 8;
 constexpr int kDraftThreads = kDraftWarps * kWarpSize;
 constexpr int kMaxStages = 24;
 
-// A stage of the ring: a slice of the rows of a tile. Rows are an odd multiple of 64 bytes apart,
-// half of all banks, so that the 8 lanes that load 16 bytes at a time, four from each of two rows,
-// touch all banks once.
-constexpr int kStageRowBytes = kSliceBytes + 64;
+// A stage of the ring: a slice of the rows of a tile. Rows are an odd multiple of a unit apart, half
+// of all banks, so that the 8 lanes that load 16 bytes at a time, four from each of two rows, touch
+// all banks once. A matrix in tiles has the same units of neighbouring rows side by side, with the
+// same effect.
+constexpr int kStageRowBytes = kSliceBytes + kUnitBytes;
 constexpr int kStageBytes = kTileOuts * kStageRowBytes;
 // Floats that the warps add up: [warp][tile][row][out of tile].
 constexpr int kTileValues = kTileRows * kTileOuts;

@@ -1,9 +1,10 @@
 // The ring of weights in a block's shared memory.
 //
-// A stage holds a slice of the rows of one tile. Stages are filled in the order in which they are
-// used: product by product, panel by panel, slice by slice, tile by tile. Weights are never
-// written, so a stage can be filled as soon as it is free, for whichever phase its weights are.
-// While the grid is at a barrier, the ring fills with the weights of the next phases.
+// A stage holds a slice of the rows of one tile: one copy if the matrix is stored in tiles, else a
+// copy of each row. Stages are filled in the order in which they are used: product by product,
+// panel by panel, slice by slice, tile by tile. Weights are never written, so a stage can be filled
+// as soon as it is free, for whichever phase its weights are. While the grid is at a barrier, the
+// ring fills with the weights of the next phases.
 //
 // full[stage] completes when the bytes have landed, empty[stage] when all warps have read them. All
 // warps count rounds through the ring in the same way; the parity of a round distinguishes its
@@ -34,10 +35,11 @@ struct RingPosition {
   }
 };
 
-// The content of a stage: `bytes` bytes of each of `num_rows` rows, `stride` bytes apart.
-struct StageRows {
+// What is copied into a stage: `count` pieces of `bytes` bytes, which are `stride` bytes apart in
+// memory and kStageRowBytes in the stage.
+struct StagePieces {
   const unsigned char* first;
-  int num_rows;
+  int count;
   int bytes;
   int64_t stride;
 };
@@ -46,6 +48,7 @@ struct StageRows {
 struct MatrixStages {
   const unsigned char* weight;
   TileSchedule tiles;
+  bool in_tiles;
   int row_bytes;
   int slice_bytes;  // bytes of a row in a stage
   int panel;        // first tile of the panel
@@ -58,7 +61,8 @@ struct MatrixStages {
                                           int weight_bytes, int slice, int block, int num_blocks)
       : weight(static_cast<const unsigned char*>(matrix.weight)),
         tiles{matrix.outs, is_paired},
-        row_bytes(matrix.ins * weight_bytes),
+        in_tiles(matrix.in_tiles),
+        row_bytes(matrix.row_bytes(weight_bytes)),
         slice_bytes(slice),
         panel(tiles.first_tile(block, num_blocks)),
         tile(panel),
@@ -66,9 +70,13 @@ struct MatrixStages {
         slice(0) {}
 
   __device__ __forceinline__ bool is_done() const { return panel >= end; }
-  __device__ __forceinline__ StageRows rows() const {
+  __device__ __forceinline__ StagePieces pieces() const {
+    const int bytes = min(row_bytes - slice, slice_bytes);
+    if (in_tiles) {
+      return {weight + (int64_t{tile} * row_bytes + slice) * kTileOuts, 1, bytes * kTileOuts, 0};
+    }
     return {weight + int64_t{tiles.first_out(tile)} * row_bytes + slice, tiles.num_outs(tile),
-            min(row_bytes - slice, slice_bytes), row_bytes};
+            bytes, row_bytes};
   }
   __device__ __forceinline__ void next() {
     const int panel_end = min(panel + kPanelTiles, end);
@@ -189,13 +197,13 @@ class Ring {
   __device__ __forceinline__ void fill(Writer& all) {
     // In the first round no stage is in use yet: the phase before the first counts as complete.
     mbarrier_wait(&block_.shared.empty[all.at.stage], all.at.parity ^ 1);
-    const StageRows rows = all.stages.rows();
+    const StagePieces pieces = all.stages.pieces();
     const SharedSpan<unsigned char> stage =
         block_.stages.subspan(all.at.stage * kStageBytes, kStageBytes);
     if (copies_in_bulk_) {
-      copy_bulk(stage, rows, &block_.shared.full[all.at.stage]);
+      copy_bulk(stage, pieces, &block_.shared.full[all.at.stage]);
     } else {
-      copy_in_pieces(stage, rows);
+      copy_by_lanes(stage, pieces);
       if (++all.num_unannounced > kUnannounced) {
         cp_async_wait<kUnannounced>();
         announce(all);
@@ -206,24 +214,24 @@ class Ring {
   }
 
   __device__ __forceinline__ void copy_bulk(const SharedSpan<unsigned char>& stage,
-                                            const StageRows& rows, Mbarrier* full) {
+                                            const StagePieces& pieces, Mbarrier* full) {
     if (elect_lane()) {
-      mbarrier_arrive_expect(full, rows.num_rows * rows.bytes);
+      mbarrier_arrive_expect(full, pieces.count * pieces.bytes);
 #pragma unroll
-      for (int row = 0; row < kTileOuts; ++row) {
-        if (row >= rows.num_rows) break;
-        bulk_copy(stage.pointer(row * kStageRowBytes), rows.first + row * rows.stride, rows.bytes,
+      for (int i = 0; i < kTileOuts; ++i) {
+        if (i >= pieces.count) break;
+        bulk_copy(stage.pointer(i * kStageRowBytes), pieces.first + i * pieces.stride, pieces.bytes,
                   full);
       }
     }
     warp_barrier();
   }
 
-  __device__ __forceinline__ void copy_in_pieces(const SharedSpan<unsigned char>& stage,
-                                                 const StageRows& rows) {
-    for (int row = 0; row < rows.num_rows; ++row) {
-      for (int at = block_.lane() * 16; at < rows.bytes; at += kWarpSize * 16) {
-        cp_async_16(stage.pointer(row * kStageRowBytes + at), rows.first + row * rows.stride + at,
+  __device__ __forceinline__ void copy_by_lanes(const SharedSpan<unsigned char>& stage,
+                                                const StagePieces& pieces) {
+    for (int i = 0; i < pieces.count; ++i) {
+      for (int at = block_.lane() * 16; at < pieces.bytes; at += kWarpSize * 16) {
+        cp_async_16(stage.pointer(i * kStageRowBytes + at), pieces.first + i * pieces.stride + at,
                     true);
       }
     }

@@ -136,7 +136,9 @@ __device__ __forceinline__ PhaseProduct phase_product(const DraftBlock<T>& block
   if (only_caches) {
     DraftMatrix& matrix = product.matrix;
     product.first_out = params.query_outs();
-    matrix.weight = offset_by<W>(matrix.weight, int64_t{product.first_out} * matrix.ins);
+    // A multiple of kTileOuts outputs, because head_dim is one.
+    matrix.weight = offset_by<unsigned char>(
+        matrix.weight, int64_t{product.first_out} * matrix.row_bytes(sizeof(W)));
     if (matrix.scale) matrix.scale += product.first_out;
     if (matrix.bias) matrix.bias = offset_by<T>(matrix.bias, product.first_out);
     matrix.outs = params.key_value_outs();

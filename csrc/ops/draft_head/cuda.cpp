@@ -91,7 +91,12 @@ void set_head(const PackedWeights& packed, DraftKernelParams* out) {
   const HeadWeights& head = packed.head;
   const auto to_int = [](int64_t number) { return static_cast<int>(number); };
   const auto matrix = [&](const HeadMatrix& given, size_t scale) -> DraftMatrix {
-    return {given.weight, packed.scale(scale), given.bias, to_int(given.outs), to_int(given.ins)};
+    return {.weight = given.weight,
+            .scale = packed.scale(scale),
+            .bias = given.bias,
+            .outs = to_int(given.outs),
+            .ins = to_int(given.ins),
+            .in_tiles = given.in_tiles};
   };
   out->norm_before_residual = head.norm_before_residual;
   out->norm_output = head.norm_output;
@@ -110,7 +115,7 @@ void set_head(const PackedWeights& packed, DraftKernelParams* out) {
   out->draft_to_target = head.draft_to_target;
   out->input_norm = head.input_norm;
   out->fc_norm = head.fc_norm;
-  out->lm_head = matrix({head.lm_head, nullptr, head.draft_vocab, head.hidden}, 0);
+  out->lm_head = matrix(head.lm_head, 0);
   out->fc = matrix(head.fc, 1);
   out->embedding_norm = head.embedding_norm;
   out->hidden_norm = head.hidden_norm;
@@ -118,11 +123,9 @@ void set_head(const PackedWeights& packed, DraftKernelParams* out) {
   out->mask_features = head.mask_features;
   for (size_t i = 0; i < head.layers.size(); ++i) {
     const HeadLayer& layer = head.layers[i];
-    HeadMatrix projections = layer.query;  // keys and values are in the same matrix
-    projections.outs += layer.key_value.outs;
     const size_t scale = kHeadScales + kLayerScales * i;
     out->layers[i] = {.input_norm = layer.input_norm,
-                      .projections = matrix(projections, scale),
+                      .projections = matrix(layer.query, scale),
                       .query_norm = layer.query_norm,
                       .key_norm = layer.key_norm,
                       .output = matrix(layer.output, scale + 1),

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "specdec/cpu/panels.h"
+#include "specdec/draft_head/plan.h"
 
 namespace specdec::glue {
 namespace {
@@ -50,25 +51,32 @@ class WeightReader {
   const void* embedding(const char* name, int64_t tokens, int64_t width) {
     return read(name, dtype_, {tokens, width}, "[tokens, hidden_size]");
   }
-  // Rows for the kernel, panels for the CPU. Each of `parts` begins a new panel.
-  const void* matrix(const char* name, std::initializer_list<int64_t> parts, int64_t ins) {
-    int64_t outs = 0, panels = 0;
-    for (const int64_t part : parts) {
-      outs += part;
-      panels += cpu::num_panels(part);
+  // A matrix without bias: tiles or rows for the kernel, panels for the CPU.
+  HeadMatrix plain(const char* name, int64_t outs, int64_t ins, bool is_paired = false) {
+    if (!for_kernel_) return {panels(name, {outs}, ins), nullptr, outs, ins};
+    if (weights_[next_].dim() != 4) {
+      return {read(name, matrix_dtype_, {outs, ins}, "[outs, ins]"), nullptr, outs, ins};
     }
-    if (for_kernel_) return read(name, matrix_dtype_, {outs, ins}, "[outs, ins]");
-    const int64_t unit = cpu::kPanelUnitBytes / element_size_;
-    return read(name, matrix_dtype_, {panels, (ins + unit - 1) / unit, cpu::kPanelOuts, unit},
-                "[panels, units of an output, outputs of a panel, elements of a unit]");
+    const int64_t unit = kUnitBytes / element_size_, parts = is_paired ? 2 : 1;
+    const void* tiles =
+        read(name, matrix_dtype_,
+             {parts * tiles_of(outs / parts), (ins + unit - 1) / unit, kTileOuts, unit},
+             "[tiles, units of an output, outputs of a tile, elements of a unit]");
+    return {tiles, nullptr, outs, ins, true};
   }
   // A matrix and the bias that follows it.
   HeadMatrix biased(const char* name, int64_t outs, int64_t ins) {
-    const void* weight = matrix(name, {outs}, ins);
-    return {weight, bias_of(name, outs), outs, ins};
+    HeadMatrix matrix = plain(name, outs, ins);
+    matrix.bias = bias_of(name, outs);
+    return matrix;
   }
-  HeadMatrix plain(const char* name, int64_t outs, int64_t ins) {
-    return {matrix(name, {outs}, ins), nullptr, outs, ins};
+  // A matrix for the CPU. Each of `parts` begins a new panel.
+  const void* panels(const char* name, std::initializer_list<int64_t> parts, int64_t ins) {
+    int64_t panels = 0;
+    for (const int64_t part : parts) panels += cpu::num_panels(part);
+    const int64_t unit = cpu::kPanelUnitBytes / element_size_;
+    return read(name, matrix_dtype_, {panels, (ins + unit - 1) / unit, cpu::kPanelOuts, unit},
+                "[panels, units of an output, outputs of a panel, elements of a unit]");
   }
   const void* bias_of(const char* name, int64_t outs) {
     return optional_vector((std::string(name) + " bias").c_str(), outs);
@@ -155,21 +163,23 @@ void read_scalars(const std::vector<double>& scalars, HeadWeights* head) {
   head->logit_scale = static_cast<float>(scalars[1]);
 }
 
-// Reads queries, keys and values, which are one tensor for products that need all of them.
+// Reads queries, keys and values, which are one tensor: for the kernel one matrix, for the CPU two.
 void read_projections(WeightReader& reader, const HeadWeights& head, bool for_kernel,
                       int64_t attended, int64_t matrix_element, HeadLayer* layer) {
   const int64_t queries = head.heads * head.head_dim;
   const int64_t keys_values = 2 * head.kv_heads * head.head_dim;
-  const void* weight = reader.matrix("qkv_proj", {queries, keys_values}, attended);
+  if (for_kernel) {
+    layer->query = reader.biased("qkv_proj", queries + keys_values, attended);
+    return;
+  }
+  const void* weight = reader.panels("qkv_proj", {queries, keys_values}, attended);
   const void* bias = reader.bias_of("qkv_proj", queries + keys_values);
   const auto behind = [](const void* data, int64_t bytes) -> const void* {
     return data == nullptr ? nullptr : static_cast<const std::byte*>(data) + bytes;
   };
-  const int64_t query_bytes = for_kernel ? queries * attended * matrix_element
-                                         : cpu::panel_bytes(queries, attended, matrix_element);
   layer->query = {weight, bias, queries, attended};
-  layer->key_value = {behind(weight, query_bytes), behind(bias, queries * element_size(head.type)),
-                      keys_values, attended};
+  layer->key_value = {behind(weight, cpu::panel_bytes(queries, attended, matrix_element)),
+                      behind(bias, queries * element_size(head.type)), keys_values, attended};
 }
 
 void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, bool for_kernel,
@@ -183,7 +193,7 @@ void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, bo
   layer->key_norm = reader.optional_vector("k_norm", dim);
   layer->output = reader.biased("o_proj", head.hidden, head.heads * dim);
   layer->post_norm = reader.vector("post_attention_layernorm", head.hidden);
-  layer->gate_up = reader.plain("gate_up_proj", 2 * head.intermediate, head.hidden);
+  layer->gate_up = reader.plain("gate_up_proj", 2 * head.intermediate, head.hidden, true);
   layer->down = reader.plain("down_proj", head.hidden, head.intermediate);
 }
 
@@ -230,7 +240,7 @@ void read_ends(const std::vector<Tensor>& weights, WeightReader& reader, HeadWei
   }
   head.vocab = weights[0].size(0);
   head.embedding = reader.embedding("embed_tokens", head.vocab, head.hidden);
-  head.lm_head = reader.matrix("lm_head", {head.draft_vocab}, head.hidden);
+  head.lm_head = reader.plain("lm_head", head.draft_vocab, head.hidden);
   head.draft_to_target = reader.optional_int64("draft_to_target", head.draft_vocab);
   if (head.draft_to_target == nullptr && head.draft_vocab != head.vocab) {
     fail_draft_head("weights[2] (draft_to_target)",

@@ -54,9 +54,10 @@ HeadWeights read_layout(const std::vector<int64_t>& layout);
 //            qkv_proj, qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias,
 //            post_attention_layernorm, gate_up_proj, down_proj; a tensor without elements is absent
 //
-// Matrices are [outs, ins] for the kernel and in panels (specdec/cpu/panels.h) for the CPU; in
-// qkv_proj the panels of queries precede those of keys and values. embed_tokens is
-// [tokens, hidden_size].
+// For the kernel each matrix is [outs, ins] or in tiles, [tiles, units of an output, 8 outputs,
+// elements of a unit of 64 bytes] (TileSchedule in plan.h; gate_up_proj is a pair). For the CPU
+// matrices are in panels (specdec/cpu/panels.h); in qkv_proj the panels of queries precede those of
+// keys and values. embed_tokens is [tokens, hidden_size].
 //
 // If lm_head is int8 or float8_e4m3fn, so are fc and the matrices of all layers, but not the
 // embedding. Then the float32 scales, one per output, follow the weights: those of lm_head, of fc,

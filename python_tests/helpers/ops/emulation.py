@@ -81,6 +81,13 @@ def take_launched() -> set[int]:
     return {address for address in kernels[:count] if address is not None}
 
 
+def num_bulk_copies() -> int:
+    """The number of ``bulk_copy`` of all launches so far."""
+    count = library().specdec_num_bulk_copies
+    count.restype = ctypes.c_int64
+    return int(count())
+
+
 class Substitute(ctypes.Structure):
     """A kernel of the host and the entry that runs in its place (csrc/testing/emulation/ptx)."""
 

@@ -83,10 +83,11 @@ class OpRun(Run):
 
     @cached_property
     def packed(self) -> ops.PackedHead:
+        is_own = self.lm_head is self.head.tensors.get("lm_head.weight")
         return ops.PackedHead.pack(
             self.head.to(self.device, self.embedding.dtype),
             self.embedding.to(self.device),
-            self.lm_head.to(self.device),
+            None if is_own else self.lm_head.to(self.device),
             self.weights,
         )
 

@@ -25,7 +25,8 @@ class BoundHead:
     """A head that is ready to draft for one target.
 
     Attributes:
-        head: the head, on ``device`` and in ``dtype``.
+        head: the head, on ``device`` and in ``dtype``. Tensors that are not there already are converted when
+            they are read, so that only the packed copies stay in memory.
         device: device of the target.
         dtype: dtype in which the head computes.
         shared: the target's embedding and lm_head, None where the head has its own. For a tensor-parallel
@@ -41,14 +42,14 @@ class BoundHead:
 
     @classmethod
     def bind(cls, head: DraftHead, model: PreTrainedModel, weights: str = "same") -> BoundHead:
-        """Move a head to the target's device and dtype; tensors that are there already are not copied.
+        """Give a head the target's device and dtype.
 
         Raises:
             ValueError: the head shares a weight that the target does not have as a floating-point tensor.
         """
         device, dtype = draft_home(model)
         shared = _shared_weights(head, model)
-        return cls(head.to(device, dtype), device, dtype, shared, weights)
+        return cls(head.to(device, dtype, keep=False), device, dtype, shared, weights)
 
     @property
     def embedding(self) -> Tensor:
@@ -90,8 +91,8 @@ class BoundHead:
     @cached_property
     def _in_memory(self) -> tuple[DraftHead, Tensor, Tensor]:
         """Head, embedding and lm_head, the first arguments of the specification; all tensors in memory."""
-        kept = replace(self.head, tensors=dict(self.head.tensors))
-        return kept, self.embedding, self.lm_head
+        kept = replace(self, head=replace(self.head, tensors=dict(self.head.tensors)))
+        return kept.head, kept.embedding, kept.lm_head
 
     @cached_property
     def refusal(self) -> Callable[[TreeConfig, int], str | None]:

@@ -18,11 +18,18 @@ namespace specdec {
 enum class DraftWeightType { kSame, kInt8, kFloat8 };  // kFloat8: e4m3
 
 struct DraftMatrix {
-  const void* weight;  // [outs, ins], rows aligned to 16 bytes; null: absent
+  const void* weight;  // [outs, ins] or in tiles, rows aligned to 16 bytes; null: absent
   const float* scale;  // [outs]; null: 1
   const void* bias;    // [outs] or null
   int outs;
   int ins;
+  bool in_tiles;  // TileSchedule in plan.h
+
+  // Bytes of an output's weights in memory, which have `weight_bytes` bytes each.
+  SPECDEC_HOST_DEVICE int row_bytes(int weight_bytes) const {
+    const int bytes = ins * weight_bytes;
+    return in_tiles ? (bytes + kUnitBytes - 1) / kUnitBytes * kUnitBytes : bytes;
+  }
 };
 
 struct DraftLayer {

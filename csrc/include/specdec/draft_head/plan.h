@@ -29,6 +29,7 @@ constexpr int kPassRows = 32;
 constexpr int kTileOuts = 8;       // weight rows of a tile, the N of mma.m16n8k16
 constexpr int kPanelTiles = 8;     // tiles that share one read of their inputs
 constexpr int kSliceBytes = 1024;  // most bytes of a weight row in one stage of the ring
+constexpr int kUnitBytes = 64;     // bytes of a weight row that a warp loads at a time
 constexpr int kMaxDraftLayers = 8;
 constexpr int kMaxDraftDepth = 64;
 constexpr int kMaxDraftBatch = 128;
@@ -201,17 +202,26 @@ inline DraftLaunches choose_launches(bool can_cooperate, bool wants_phases) {
   return can_cooperate && !wants_phases ? DraftLaunches::kOne : DraftLaunches::kOnePerPhase;
 }
 
+SPECDEC_HOST_DEVICE constexpr int64_t tiles_of(int64_t outs) {
+  return outs / kTileOuts + (outs % kTileOuts > 0 ? 1 : 0);
+}
+
 // The tiles of a weight matrix, and the range of them that a block streams: contiguous, and at most
 // one tile (two of a pair) longer than another block's. The order of the sum behind an output does
 // not depend on the block, so results do not depend on the number of blocks.
+//
+// In memory a matrix is either [outs, ins] or in tiles, in the order of their numbers:
+//
+//   [tiles][ceil(row bytes / kUnitBytes)][kTileOuts][kUnitBytes], where unused bytes have no effect
+//
+// In tiles, a slice of a tile is one piece of memory instead of a piece of each row.
 struct TileSchedule {
   int outs;
   bool is_paired;  // gate and up: tile 2 i has rows of gate, tile 2 i + 1 the same rows of up
 
   SPECDEC_HOST_DEVICE int part() const { return is_paired ? outs / 2 : outs; }
   SPECDEC_HOST_DEVICE int first_tile(int block, int num_blocks) const {
-    const int64_t units = part() / kTileOuts + (part() % kTileOuts > 0 ? 1 : 0);
-    return static_cast<int>(units * block / num_blocks) * (is_paired ? 2 : 1);
+    return static_cast<int>(tiles_of(part()) * block / num_blocks) * (is_paired ? 2 : 1);
   }
   SPECDEC_HOST_DEVICE int first_out(int tile) const {
     return is_paired ? tile / 2 * kTileOuts + tile % 2 * part() : tile * kTileOuts;

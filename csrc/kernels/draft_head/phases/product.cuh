@@ -28,6 +28,7 @@ struct ProductShape {
   static constexpr int kSteps = kShare / (4 * kLane);
   static constexpr int kInputVectors = kLane / kVectorElements<T>;
   static_assert(kShare % (4 * kLane) == 0 && kInputVectors >= 1);
+  static_assert(4 * kLane * sizeof(W) == kUnitBytes);
 };
 
 // A lane's inputs in its warp's share, for rows lane / 4 and lane / 4 + 8.
@@ -121,21 +122,32 @@ __device__ __forceinline__ void norm_share(const DraftBlock<T>& block,
   });
 }
 
+// Distances in a stage: of the rows of a tile, and of the units of a row.
+struct StageStrides {
+  int row;
+  int unit;
+
+  __device__ __forceinline__ explicit StageStrides(bool in_tiles)
+      : row(in_tiles ? kUnitBytes : kStageRowBytes),
+        unit(in_tiles ? kTileOuts * kUnitBytes : kUnitBytes) {}
+};
+
 // c[row tile][tile] += inputs times the warp's share of a tile of weights.
 template <typename T, typename W, int kRowTiles>
 __device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W> (&inputs)[kRowTiles],
-                                               const SharedSpan<unsigned char>& stage, int warp,
-                                               int lane, int num_outs, int first, int ins, int tile,
+                                               const SharedSpan<unsigned char>& stage,
+                                               const StageStrides& strides, int warp, int lane,
+                                               int num_outs, int first, int ins, int tile,
                                                float (&c)[kRowTiles][kPanelTiles][4]) {
   using Shape = ProductShape<T, W>;
-  // Missing rows of the tile were not copied: their lanes read the last row.
+  // Missing rows of the tile may not have been copied: their lanes read the last row.
   const int row = min(lane / 4, num_outs - 1);
-  const int at = row * kStageRowBytes + warp * (Shape::kBytes / kDraftWarps) + lane % 4 * 16;
+  const int at = row * strides.row + warp * Shape::kSteps * strides.unit + lane % 4 * 16;
 #pragma unroll
   for (int step = 0; step < Shape::kSteps; ++step) {
     const bool is_inside = first + (step * 4 + lane % 4) * Shape::kLane < ins;
     uint4 bytes = make_uint4(0, 0, 0, 0);
-    if (is_inside) bytes = load_shared<uint4>(stage.pointer(at + step * 64));
+    if (is_inside) bytes = load_shared<uint4>(stage.pointer(at + step * strides.unit));
 #pragma unroll
     for (int quad = 0; quad < Shape::kLane / 4; ++quad) {
       const int vector = quad / kVectorQuads<T>, part = quad % kVectorQuads<T>;
@@ -183,6 +195,7 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
   // More would not fit into the registers.
   constexpr bool kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;
   const TileSchedule tiles{matrix.outs, is_paired};
+  const StageStrides strides(matrix.in_tiles);
   const int end = tiles.first_tile(block.index() + 1, block.count());
   const auto load = [&](int first, ShareOfInputs<T, W>(&inputs)[kRowTiles],
                         ShareOfNorms<T, W>& norms) {
@@ -220,7 +233,7 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
         if (panel + tile >= end) break;
         const SharedSpan<unsigned char> stage = ring.wait();
         if (first < matrix.ins) {
-          multiply_share<T, W>(inputs, stage, block.warp(), block.lane(),
+          multiply_share<T, W>(inputs, stage, strides, block.warp(), block.lane(),
                                tiles.num_outs(panel + tile), first, matrix.ins, tile, c);
         }
         ring.release();

@@ -144,6 +144,7 @@ void AsyncCopies::bulk_copy(void* target, const void* source, int bytes, const v
     fail("bulk_copy" + at(where) + " of " + std::to_string(bytes) +
          " bytes, must be a multiple of 16");
   }
+  ++Emulation::num_bulk_copies;
   const size_t size = static_cast<size_t>(bytes);
   shared_.start_copy(target, size, where, 16, "the target of bulk_copy");
   const Copy copy{static_cast<std::byte*>(target), static_cast<const std::byte*>(source), size,

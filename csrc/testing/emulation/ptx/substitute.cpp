@@ -98,6 +98,8 @@ SPECDEC_EXPORT size_t specdec_take_launched(const void** kernels, size_t capacit
   launched.clear();
   return count;
 }
+// Returns the number of bulk copies of all launches.
+SPECDEC_EXPORT int64_t specdec_num_bulk_copies() { return specdec::Emulation::num_bulk_copies; }
 // Launches an entry; returns the error message, or null. The message lives until the next call.
 SPECDEC_EXPORT const char* specdec_launch_entry(const specdec::ptx::Entry* entry, unsigned grid_x,
                                                 unsigned block, int64_t dynamic_shared_bytes,

@@ -16,6 +16,7 @@ struct Emulation {
   inline static ThreadOrder order = ThreadOrder::kForward;
   inline static uint64_t seed = 0;            // for kShuffled
   inline static bool has_bulk_copies = true;  // false: the GPU is older than sm_90
+  inline static int64_t num_bulk_copies = 0;  // of all launches
 };
 
 // Thrown by launch() if the kernel broke a rule of CUDA. The message names the kernel, the block

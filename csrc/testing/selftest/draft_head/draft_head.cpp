@@ -118,7 +118,7 @@ Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) 
   w.eps = 1e-5f;
   w.logit_scale = 1.0f;
   w.embedding = vector(vocab * hidden);
-  w.lm_head = matrix(vocab, hidden).weight;
+  w.lm_head = matrix(vocab, hidden);
   w.fc = matrix(hidden, is_eagle1 ? 2 * hidden : hidden);
   w.hidden_norm = is_eagle1 ? nullptr : vector(hidden);
   w.norm = is_eagle1 ? nullptr : vector(hidden);
@@ -153,7 +153,7 @@ void test_worked_example() {
     }
   }
   head.weights.embedding = head.add(std::move(embedding));
-  head.weights.lm_head = head.add(panels(lm_head, 4, 4));
+  head.weights.lm_head.weight = head.add(panels(lm_head, 4, 4));
   head.weights.fc.weight = head.add(panels(fc, 4, 8));
 
   // The first row has read token 0; the second row reads nothing.

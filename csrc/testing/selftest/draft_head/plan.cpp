@@ -123,6 +123,7 @@ void check_tiles(int64_t outs, bool is_paired, int num_blocks) {
       }
     }
   }
+  CHECK(expected == tiles_of(outs / unit) * unit);
   CHECK(most - fewest <= unit);
   for (const int count : seen) CHECK(count == 1);
 }
