@@ -160,7 +160,7 @@ class SpeculationStats(Summarised):
                 mine += [0] * (len(value) - len(mine))
                 for i, count in enumerate(value):
                     mine[i] += count
-            elif isinstance(value, (int, float)):
+            elif isinstance(value, int | float):
                 setattr(self, name, mine + value)
 
     def count_plain(self, steps: int = 1) -> None:
