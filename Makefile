@@ -18,6 +18,8 @@ NATIVE_SOURCES := $(shell find csrc -type f | LC_ALL=C sort)
 BUILD_SOURCES := setup.py pyproject.toml $(wildcard build_support/*.py)
 FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/gpu/*.cu python_tests/helpers/*.c)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
+# The rooms of the tests on emulated kernels (python_tests/conftest.py); sanitizers slow the search in others.
+EMULATED := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests/ops python_tests/ptx
 PARALLEL := -n $(WORKERS) --dist worksteal
 # The CUDA kernels, compiled for the host, run under AddressSanitizer and UBSan. The sanitizers' runtime must be
 # loaded first and needs libstdc++ to intercept exceptions. Leaks are ignored: Python never frees all memory. New
@@ -45,11 +47,11 @@ demo: $(BUILD) ## show a completion with marked drafts and compare the speed wit
 
 test: $(BUILD) ## run the test suite, as CI does
 	$(PYTEST) -m "not slow and not sweep and not emulated" $(PARALLEL) $(ARGS)
-	$(SANITIZERS) $(PYTEST) -m "emulated and not slow" $(PARALLEL) $(ARGS) $(if $(ARGS),|| test $$? = 5)
+	$(SANITIZERS) $(EMULATED) -m "emulated and not slow" $(PARALLEL) $(ARGS) $(if $(ARGS),|| test $$? = 5)
 
 test-slow: $(BUILD) ## run the slow tests, which `make test` leaves out
 	$(PYTEST) -m "slow and not emulated" $(PARALLEL) $(ARGS)
-	$(SANITIZERS) $(PYTEST) -m "slow and emulated" $(PARALLEL) $(ARGS) || test $$? = 5
+	$(SANITIZERS) $(EMULATED) -m "slow and emulated" $(PARALLEL) $(ARGS) || test $$? = 5
 
 # Without the tests of ops and packaging, which do not depend on transformers.
 test-transformers: $(BUILD) $(OTHER)/.stamp ## run the tests with another version of transformers: VERSION=5.17.0

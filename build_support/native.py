@@ -42,8 +42,8 @@ NVCC_FLAGS = (
 # With SPECDEC_STRICT=1, as in CI, a kernel that spills registers or needs a stack frame fails the build.
 # By default it does not: such a kernel is only slower, and whether it spills depends on the installed ptxas.
 STRICT_NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error"
-# Emulated kernels: -O1, because the sources have many templates and only tests run them.
-EMULATED_FLAGS = "-O1 -g1 -DSPECDEC_EMULATED -DSPECDEC_WITH_CUDA -Wno-unknown-pragmas"
+# Emulated kernels: -Og, because the sources have many templates and only tests run them.
+EMULATED_FLAGS = "-Og -g1 -DSPECDEC_EMULATED -DSPECDEC_WITH_CUDA -Wno-unknown-pragmas"
 SANITIZE_FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 # The emulator takes most of the time, and three times as long if sanitizers look at it, too. They look at the
 # kernels; the emulator moves tensors with memcpy only, which AddressSanitizer checks in any code.

@@ -17,6 +17,8 @@ from helpers.ops.op_cases import DEVICES  # noqa: E402
 
 from specdec_ext.ops import _library  # noqa: E402
 
+EMULATED_ROOMS = ("python_tests/ops", "python_tests/ptx")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -52,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if item.get_closest_marker("ptx"):
             item.add_marker("slow")
+        if item.get_closest_marker("emulated") and not item.nodeid.startswith(EMULATED_ROOMS):
+            raise pytest.UsageError(
+                f"{item.nodeid} runs emulated kernels; move it to {' or '.join(EMULATED_ROOMS)}, where the "
+                "Makefile runs them"
+            )
 
 
 def pytest_collection_finish() -> None:

@@ -52,6 +52,7 @@ def run(*arguments):
 FEW = ("--updates", 2, "--batch-size", 1, "--max-length", 24, "--steps", 2)
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_from_files_and_adapted(files, tmp_path):
     out = tmp_path / "head"
     command = (

@@ -64,7 +64,7 @@ def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch, drafte
         original(self, call)
 
     monkeypatch.setattr(count_round.Counting, "report", report)
-    found = count_round.run([count_round.bundled_world()], [drafter], graphs=True, new_tokens=64)
+    found = count_round.run([count_round.bundled_world()], [drafter], graphs=True, new_tokens=44)
     for case in found:
         row, sites = case.row(), case.sites(LAUNCH)
         assert not [site for site in sites if site.startswith("transformers/")]
