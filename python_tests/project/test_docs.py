@@ -36,6 +36,16 @@ def test_links_and_paths_exist(page):
         assert anchor in anchors(target.read_text("utf-8")), f"{link}#{anchor}"
 
 
+RESULTS = sorted((ROOT / "profiling" / "results").rglob("*.md"), key=str)
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_figures_of_results_exist(page):
+    """Old results may name files that have moved; what they show is beside them."""
+    shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text("utf-8"))
+    assert not [name for name in shown if not (page.parent / name).exists()]
+
+
 def test_broken_link_is_found():
     text = "[a](b.md#c) [d](https://e.f) ![g](../h.png)\n```\nx[0](y)\n```\n"
     assert links("docs/internals/page.md", text) == ["docs/internals/b.md", "docs/h.png"]
