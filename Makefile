@@ -19,7 +19,7 @@ BUILD_SOURCES := setup.py pyproject.toml $(wildcard build_support/*.py)
 FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/gpu/*.cu python_tests/helpers/*.c)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
 # The rooms of the tests on emulated kernels (python_tests/conftest.py); sanitizers slow the search in others.
-EMULATED := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests/ops python_tests/ptx
+EMULATED := $(PYTEST)/ops python_tests/ptx
 PARALLEL := -n $(WORKERS) --dist worksteal
 # The CUDA kernels, compiled for the host, run under AddressSanitizer and UBSan. The sanitizers' runtime must be
 # loaded first and needs libstdc++ to intercept exceptions. Leaks are ignored: Python never frees all memory. New

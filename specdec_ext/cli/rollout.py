@@ -123,10 +123,11 @@ def rollout(
     """
     with user_errors():
         from specdec_ext.evaluate.benchmark.client import Server
+        from specdec_ext.evaluate.benchmark.files import check_file
         from specdec_ext.evaluate.benchmark.served import ServedContestant, ask, connect, remarks_on
         from specdec_ext.rollout.gates import DEFAULT_GATES, parse_gates
         from specdec_ext.rollout.own_server import own_server
-        from specdec_ext.rollout.report import LOCK, check_file, write
+        from specdec_ext.rollout.report import LOCK, SUFFIXES, write
         from specdec_ext.rollout.stages import roll_out
 
         require("httpx2", "specdec rollout")
@@ -134,7 +135,7 @@ def rollout(
         gates = parse_gates(gate or DEFAULT_GATES)
         streams = naturals(concurrency, "--concurrency")
         for path in out or []:
-            check_file(path, "--out")
+            check_file(path, "--out", SUFFIXES)
         is_bundled = candidate == OWN and model in (None, BUNDLED)
         conversations = conversations_of(prompts, is_bundled, category, count, turns)
     console, paths = PlainConsole(), out or []

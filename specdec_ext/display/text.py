@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 _KEPT = "\n\t"
 # Control characters, halves of surrogate pairs, line separators.
@@ -35,6 +37,12 @@ def as_markdown(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``"1 row"`` or ``"2 rows"``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a clause with the known name that an unknown one resembles, for its error; "" if none does."""
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def byte_size(count: int) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from specdec_ext import assets
+from specdec_ext.display.text import did_you_mean
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
@@ -77,8 +77,7 @@ def checked_drafter(drafter: Any) -> Drafter | str | Path | None:
     if isinstance(drafter, str):
         if drafter in NAMES or "/" in drafter or Path(drafter).exists():
             return drafter
-        close = get_close_matches(drafter, NAMES, n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(drafter, NAMES)
         raise ValueError(f"drafter={drafter!r} is not known{meant}; {_EXPECTED}")
     if isinstance(drafter, (DraftHead, MedusaHeads, MtpHeads)):
         return _of_head(drafter)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from specdec_ext import __version__
+from specdec_ext.display.text import did_you_mean
 from specdec_ext.drafters.resolve import NAMES
 from specdec_ext.generation import generate
 from specdec_ext.heads.checkpoints.storage.hub import on_disk
@@ -105,8 +105,7 @@ def _place(drafter: Any) -> str | None:
 def _check_written(name: str, value: Any) -> None:
     known = {*inspect.signature(generate).parameters, *ARGUMENTS, *CONFIG} - {"model", "kwargs"}
     if name not in known:
-        close = get_close_matches(name, sorted(known), n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(name, sorted(known))
         raise ValueError(f"{name} is no argument of specdec_ext.generate{meant}")
     try:
         same = ast.literal_eval(repr(value)) == value

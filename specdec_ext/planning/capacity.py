@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
+
+from specdec_ext.display.text import did_you_mean
 
 MIB = 1 << 20
 # Name -> MiB.
@@ -67,8 +68,7 @@ def capacity_of(memory: str | int) -> Capacity:
     for found in (_gpu(text), _mig(text), _size(text)):
         if found:
             return Capacity(text, found)
-    close = get_close_matches(text.upper(), GPUS, n=1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
+    meant = did_you_mean(text.upper(), GPUS)
     raise ValueError(
         f"memory {text!r} is not known{meant}; expected a GPU ({', '.join(GPUS)}), a MIG profile such as "
         "3g.40gb, or a size such as 24GiB"

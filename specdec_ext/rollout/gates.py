@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
+from specdec_ext.display.text import did_you_mean
 from specdec_ext.evaluate.benchmark import latency
 from specdec_ext.evaluate.benchmark.served import ServedSeries
 from specdec_ext.rollout import intervals
@@ -181,8 +181,7 @@ def _parsed(part: str) -> Gate:
         found.group(4) or "",
     )
     if metric not in METRICS:
-        close = get_close_matches(metric, METRICS, n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(metric, METRICS)
         raise ValueError(
             f"--gate {part}: {metric!r} is not known{meant}; metrics are {', '.join(METRICS)}"
         )

@@ -9,8 +9,6 @@ from pathlib import Path
 from specdec_ext.display.page import page, paragraph, svg
 from specdec_ext.display.text import counted
 from specdec_ext.evaluate.benchmark.report import figure, joint_notes
-from specdec_ext.preflight.extras import require
-from specdec_ext.preflight.outputs import writable_file
 from specdec_ext.rollout.gates import PASS
 from specdec_ext.rollout.lock import PairLock
 from specdec_ext.rollout.stages import Rollout
@@ -24,23 +22,6 @@ _DEFINITIONS = (
 )
 
 
-def check_file(path: Path, option: str) -> None:
-    """Refuse a file that :func:`write` could not write.
-
-    Raises:
-        ValueError: if its name ends with no known suffix.
-        OSError: if it can't be written.
-        ImportError: if a package for its format is not installed.
-    """
-    writable_file(path, option)
-    if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{option} {path}: the name must end with one of {', '.join(SUFFIXES)}, which is the format"
-        )
-    if path.suffix == HTML:
-        require("matplotlib", f"{option} {path}")
-
-
 def write(found: Rollout, paths: Sequence[Path], pair: PairLock | None) -> list[Path]:
     """Write a result in the formats that the suffixes name, and return the files that were written.
 
@@ -48,7 +29,7 @@ def write(found: Rollout, paths: Sequence[Path], pair: PairLock | None) -> list[
 
     Args:
         found: the result.
-        paths: checked with :func:`check_file`.
+        paths: checked with ``check_file(path, option, SUFFIXES)`` of ``evaluate.benchmark.files``.
         pair: the lock of the candidate without a reference; needed for a lock.
     """
     written = []

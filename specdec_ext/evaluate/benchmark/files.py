@@ -20,18 +20,24 @@ from specdec_ext.preflight.outputs import writable_file
 TITLE = "Benchmark"
 
 
-def check_file(path: Path, option: str) -> None:
-    """Refuse a file that :func:`write` could not write.
+def check_file(path: Path, option: str, formats: Sequence[str] = ()) -> None:
+    """Refuse a file that can't be written in the format that its suffix names.
+
+    Args:
+        path: the file.
+        option: the option that names it, for messages.
+        formats: the suffixes that are known; () for those of :func:`write`.
 
     Raises:
         ValueError: if its name ends with no known suffix.
         OSError: if it can't be written.
         ImportError: if a package for its format is not installed.
     """
+    formats = formats or [*_FORMATS]
     writable_file(path, option)
-    if path.suffix not in _FORMATS:
+    if path.suffix not in formats:
         raise ValueError(
-            f"{option} {path}: the name must end with one of {', '.join(_FORMATS)}, which is the format"
+            f"{option} {path}: the name must end with one of {', '.join(formats)}, which is the format"
         )
     if path.suffix == ".html":
         require("matplotlib", f"{option} {path}")
