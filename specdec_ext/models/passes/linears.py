@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from specdec_ext import ops
 from specdec_ext.models.patching.changes import binding
-from specdec_ext.models.patching.forwards import own_forward_replaced, replaced_forward
+from specdec_ext.models.patching.forwards import is_compiled, own_forward_replaced, replaced_forward
 from specdec_ext.models.quantised.sources import weight_of
 from specdec_ext.ops.quantise import QuantisedWeight
 
@@ -78,9 +78,7 @@ def row_invariant(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that :func:`row_invariant_linears` can replace; none if compiled."""
     modules = list(model.modules())
     # Compiled code is specialised on the unpatched modules.
-    if isinstance(model, torch._dynamo.OptimizedModule) or any(
-        module._compiled_call_impl is not None for module in modules
-    ):
+    if isinstance(model, torch._dynamo.OptimizedModule) or any(map(is_compiled, modules)):
         return []
     return [
         module for module in modules if is_readable(module) and not own_forward_replaced(module)

@@ -49,6 +49,12 @@ def own_forward_replaced(module: nn.Module) -> bool:
     return forward is not None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` or ``module.forward = torch.compile(module.forward)`` was called."""
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
 @contextmanager
 def replaced_forward(modules: Sequence[nn.Module], compute: Compute) -> Iterator[None]:
     """Replace the ``forward`` of these modules by ``compute`` in this thread.
