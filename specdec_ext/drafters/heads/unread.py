@@ -143,7 +143,7 @@ def of_active_rows(
     features = like.new_zeros(num_rows, longest, like.shape[2])
     for row, parts in enumerate(pieces):
         if parts:
-            features[row, : len(tokens[row])] = torch.cat(parts)
+            features[row, : len(tokens[row])] = torch.cat(parts) if len(parts) > 1 else parts[0]
     return PendingFeatures(everyone, tokens, [features])
 
 
