@@ -132,10 +132,10 @@ def test_text_has_the_distribution_of_the_target(case):
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("case", ["rejection", "block", "block-that-stops-early", "recursive"])
 def test_many_texts_have_the_distribution_of_the_target(case, warpers):
-    """Every rule with all processors, 2^17 texts each."""
+    """Every rule with all processors, 2^15 texts each."""
     rule, drafter, _ = CASES[case]
     kwargs = WARPERS[warpers]
-    texts = [sample(drafter(), rule, 4 * ROWS, seed=seed, **kwargs) for seed in range(8)]
+    texts = [sample(drafter(), rule, 4 * ROWS, seed=seed, **kwargs) for seed in range(2)]
     assert excess(torch.cat(texts), distribution(**WARPERS[warpers])) < 1
 
 
