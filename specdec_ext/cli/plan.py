@@ -86,6 +86,10 @@ def plan(
         given = [each for each in (gpu, mig, size) if each is not None]
         if len(given) > 1:
             raise ValueError("--gpu, --mig and --bytes all name the memory; pass only one of them")
+        from specdec_ext.planning.capacity import capacity_of
+
+        if given:
+            capacity_of(given[0])  # a wrong name is told before the seconds that torch takes to import
         from specdec_ext.planning.memory import plan as planned
 
         found = planned(
