@@ -89,7 +89,9 @@ def plan(
         from specdec_ext.planning.capacity import capacity_of
 
         if given:
-            capacity_of(given[0])  # a wrong name is told before the seconds that torch takes to import
+            capacity_of(
+                given[0]
+            )  # a wrong name is told before the seconds that torch takes to import
         from specdec_ext.planning.memory import plan as planned
 
         found = planned(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,7 @@ class _Shape(NamedTuple):
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
-        return torch.empty_strided(
-            self.size, self.stride, dtype=self.dtype, device=self.device
-        )
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -98,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
         self._live -= self._sizes.pop(key)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _makes_new_tensors(func: Any) -> bool:
     """Whether an operation has a result in memory of its own, and changes no argument."""
     schema = func._schema
