@@ -514,6 +514,11 @@ def remarks_on(servers: Sequence[Server], cut: Sequence[str]) -> list[str]:
     form = "chat completions" if servers[0].endpoint == CHAT else "completions"
     remarks = [f"requests are {form}"]
     for server in servers:
+        if server.counts_events:
+            remarks.append(
+                f"{server.name} counts no tokens in streams; each chunk is taken for one token, because its "
+                "answer to the first prompt has as many tokens as chunks"
+            )
         for name, loss in OPTIONAL.items():
             if loss and name not in server.fields:
                 remarks.append(f"{server.name} refuses {name}: {loss}")
