@@ -199,7 +199,9 @@ class OpenAIFormat(Format):
             return False
         response = record["response"]
         is_whole = response is None or (isinstance(response, dict) and "status_code" in response)
-        return is_whole and record["custom_id"] == _custom_id(line)
+        # A line that could not be read has no id; it may have been mended since.
+        was_unreadable = record["custom_id"] is None and response is None
+        return is_whole and (was_unreadable or record["custom_id"] == _custom_id(line))
 
     def has_failed(self, record: dict[str, Any]) -> bool:
         return record["response"] is None or record["response"]["status_code"] != 200
