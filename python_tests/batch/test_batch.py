@@ -309,7 +309,8 @@ def test_a_process_that_is_killed_is_gone_on_with(engine, files):
     before = files[1].read_bytes()
     kept = before.count(b"\n")
     write(files[0], *[{"prompt": PROMPTS[i % 5], "max_tokens": 40 + i} for i in range(kept + 4)])
-    report = batch(engine, files)
+    as_the_command = {"model": "bundled", "max_tokens": 128, "temperature": 0.0}
+    report = run_batch(engine, *files, Settings("bundled"), defaults=as_the_command)
     assert report.kept == kept and report.answered == kept + 4
     assert files[1].read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     for i, record in enumerate(read(files[1])):
@@ -339,6 +340,25 @@ def test_the_file_of_another_run_is_refused_and_stays(engine, files, content, ki
     assert files[1].read_bytes() == content
     batch(engine, files, overwrite=True)
     assert len(read(files[1])) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "openai"])
+def test_answers_to_another_request_are_refused(engine, files, kind):
+    """The same numbers and names of lines, but another prompt, other options or another seed."""
+    lines = lines_of(kind, *PROMPTS[:2])
+    write(files[0], *lines)
+    batch(engine, files, seed=3)
+    before = files[1].read_bytes()
+    assert batch(engine, files, seed=3).kept == 2
+    write(files[0], lines[0], lines_of(kind, PROMPTS[0], PROMPTS[3])[1])
+    with pytest.raises(ValueError, match=r"line 2 is not the answer to its line of IN with these"):
+        batch(engine, files, seed=3)
+    write(files[0], *lines)
+    changes = [dict(seed=4), dict(seed=3, defaults={**GREEDY, "top_p": 0.5})]
+    for change in changes if kind == "plain" else []:  # a body of OpenAI's format is as it is
+        with pytest.raises(ValueError, match=r"line 1 is not the answer to its line of IN"):
+            batch(engine, files, **change)
+    assert files[1].read_bytes() == before
 
 
 # --- errors that are tried again ----------------------------------------------------------------------
@@ -392,7 +412,7 @@ def test_without_the_option_errors_stay(engine, files):
     write(files[0], "", PROMPTS[0])
     batch(engine, files)
     before = files[1].read_bytes()
-    write(files[0], *PROMPTS[:2])
+    write(files[0], PROMPTS[1], PROMPTS[0])
     report = batch(engine, files)
     assert (report.answered, report.failed, report.kept, report.retried) == (1, 1, 2, 0)
     assert files[1].read_bytes() == before
@@ -523,6 +543,12 @@ def test_command_checks_the_answers_before_it_loads_a_model(files, monkeypatch):
     result = run("batch", *files, "bundled", "--overwrite")
     assert isinstance(result.exception, AssertionError)
     assert files[1].read_bytes() == before  # nothing is removed before the model is loaded
+    write(files[0], PROMPTS[0])
+    files[1].unlink()
+    monkeypatch.undo()
+    assert run("batch", *files, "bundled", "--max-new-tokens", 2).exit_code == 0
+    result = run("batch", *files, "bundled", "--max-new-tokens", 3)
+    assert result.exit_code == 2 and "the options of that run" in words(result.output)
     result = run("batch", *files, "bundled", "--overwrite", "--retry-errors")
     assert result.exit_code == 2 and "leave out --retry-errors" in words(result.output)
 
@@ -531,7 +557,7 @@ def test_command_tries_errors_again(files):
     write(files[0], "", PROMPTS[0])
     options = ["bundled", "--dtype", "float32", "--max-new-tokens", 4]
     assert run("batch", *files, *options).exit_code == 1
-    write(files[0], *PROMPTS[:2])
+    write(files[0], PROMPTS[1], PROMPTS[0])
     assert run("batch", *files, *options).exit_code == 1
     last = run("batch", *files, *options, "--retry-errors")
     assert last.exit_code == 0 and "1 error tried again" in words(last.stdout)

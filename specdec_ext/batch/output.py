@@ -88,8 +88,8 @@ class OutputFile:
     def foreign(self, number: int) -> ValueError:
         """The error for a line that is not the record of its request."""
         return ValueError(
-            f"OUT {self.path} line {number} is not the answer to its line of IN, so the file is of another "
-            "run; choose another file, or pass --overwrite"
+            f"OUT {self.path} line {number} is not the answer to its line of IN with these options, so the "
+            "file is of another run; choose another file, the options of that run, or --overwrite"
         )
 
     def repair(self) -> None:

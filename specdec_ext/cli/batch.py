@@ -114,7 +114,7 @@ def batch(
             requests,
             answers,
             max_line_bytes,
-            {"max_tokens": max_new_tokens, **sampling},
+            {"model": served_model_name or model, "max_tokens": max_new_tokens, **sampling},
             seed=first_seed,
             overwrite=overwrite,
             retry_errors=retry_errors,
