@@ -136,13 +136,14 @@ class BatchFiles:
         self._form = format_of(self._lines(), defaults, seed)
         self._overwrite = overwrite
         self._output = OutputFile(answers, self._form.start)
+        self._num_kept = self._num_retried = 0
         try:
-            known = [] if overwrite else [self._form.has_failed(each) for _, each in self._kept()]
+            for _, record in () if overwrite else self._kept():
+                self._num_kept += 1
+                self._num_retried += retry_errors and self._form.has_failed(record)
         except ValueError:
             self._output.close()
             raise
-        self._num_kept = len(known)
-        self._num_retried = sum(known) if retry_errors else 0
 
     def __enter__(self) -> BatchFiles:
         return self

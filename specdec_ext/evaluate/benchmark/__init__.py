@@ -129,7 +129,9 @@ def compare_all(
     """A report for each workload, all of which are measured in turn.
 
     Plain decoding always takes part. End-of-sequence tokens are ignored, so that every text has
-    ``max_new_tokens`` tokens.
+    ``max_new_tokens`` tokens. A contestant that raises an error at one workload is named there in
+    ``Report.errors``, and everything else is measured. After an interrupt (Ctrl-C), the reports have the
+    prompts before it.
 
     Args:
         model: the target.
@@ -143,9 +145,6 @@ def compare_all(
             drafter drafts in every step, so that acceptance can be compared.
         transformers_too: whether Hugging Face's ways to generate take part.
         settings: further entries of the reports' titles.
-
-    A contestant that raises an error at one workload is named there in ``Report.errors``, and everything else
-    is measured. After an interrupt (Ctrl-C), the reports have the prompts before it.
 
     Raises:
         Exception: the first error, if no contestant could be measured.

@@ -161,7 +161,9 @@ def compare_servers(
 
     Our own servers also decode without drafts. Other servers can't be asked to: pass one that runs without
     speculation as the first. Before anything is measured, each contestant answers as many questions as there
-    are streams.
+    are streams. A contestant that answers nothing at one number of streams and temperature is named there in
+    ``Report.errors``, and everything else is measured. After an interrupt (Ctrl-C), the reports have the
+    turns before it.
 
     Args:
         servers: those that are compared, not connected yet.
@@ -173,10 +175,6 @@ def compare_servers(
         speculation: values of our servers' field ``speculation``; () leaves it to the server.
         chat: whether to ask for chat completions; None does if all conversations are chats and the server
             answers.
-
-    A contestant that answers nothing at one number of streams and temperature is named there in
-    ``Report.errors``, and everything else is measured. After an interrupt (Ctrl-C), the reports have the
-    turns before it.
 
     Raises:
         ValueError: if a server can't be measured, or if no question was answered by all contestants.
