@@ -15,8 +15,8 @@ from helpers.command_line import run, words
 from helpers.places import ROOT
 from helpers.serving import MODEL, TEMPLATE, openai, target, text_alone, tokenizer, until
 
+from specdec_ext.batch import BatchFiles, run_batch
 from specdec_ext.batch import run as runs
-from specdec_ext.batch import run_batch
 from specdec_ext.batch.lines import read_lines
 from specdec_ext.batch.output import OutputFile
 from specdec_ext.display import progress
@@ -309,7 +309,8 @@ def test_a_process_that_is_killed_is_gone_on_with(engine, files):
     before = files[1].read_bytes()
     kept = before.count(b"\n")
     write(files[0], *[{"prompt": PROMPTS[i % 5], "max_tokens": 40 + i} for i in range(kept + 4)])
-    report = batch(engine, files)
+    as_the_command = {"model": "bundled", "max_tokens": 128, "temperature": 0.0}
+    report = run_batch(engine, *files, Settings("bundled"), defaults=as_the_command)
     assert report.kept == kept and report.answered == kept + 4
     assert files[1].read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     for i, record in enumerate(read(files[1])):
@@ -339,6 +340,119 @@ def test_the_file_of_another_run_is_refused_and_stays(engine, files, content, ki
     assert files[1].read_bytes() == content
     batch(engine, files, overwrite=True)
     assert len(read(files[1])) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "openai"])
+def test_answers_to_another_request_are_refused(engine, files, kind):
+    """The same numbers and names of lines, but another prompt, other options or another seed."""
+    lines = lines_of(kind, *PROMPTS[:2])
+    write(files[0], *lines)
+    batch(engine, files, seed=3)
+    before = files[1].read_bytes()
+    assert batch(engine, files, seed=3).kept == 2
+    write(files[0], lines[0], lines_of(kind, PROMPTS[0], PROMPTS[3])[1])
+    with pytest.raises(ValueError, match=r"line 2 is not the answer to its line of IN with these"):
+        batch(engine, files, seed=3)
+    write(files[0], *lines)
+    changes = [dict(seed=4), dict(seed=3, defaults={**GREEDY, "top_p": 0.5})]
+    for change in changes if kind == "plain" else []:  # a body of OpenAI's format is as it is
+        with pytest.raises(ValueError, match=r"line 1 is not the answer to its line of IN"):
+            batch(engine, files, **change)
+    assert files[1].read_bytes() == before
+
+
+# --- errors that are tried again ----------------------------------------------------------------------
+
+
+def errors(path, kind):
+    """Whether each record has an error."""
+    if kind == "plain":
+        return ["error" in record for record in read(path)]
+    return [(record["response"] or {}).get("status_code") != 200 for record in read(path)]
+
+
+def lines_of(kind, *prompts, tokens=8):
+    """Requests; prompts that are bytes are lines as they are."""
+    made = {"plain": lambda i, p: {"prompt": p, "max_tokens": tokens}}
+    made["openai"] = lambda i, p: asked(f"id {i}", prompt=p, max_tokens=tokens)
+    return [p if isinstance(p, bytes) else made[kind](i, p) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "openai"])
+def test_errors_are_tried_again_in_their_places(engine, files, kind, monkeypatch):
+    """After the lines were mended: an empty prompt, and one that is no JSON."""
+    bad = lines_of(kind, PROMPTS[0], "", PROMPTS[2], b"{", PROMPTS[4])
+    write(files[0], *bad[:4])
+    assert batch(engine, files).failed == 2
+    before = files[1].read_bytes().splitlines()
+    assert errors(files[1], kind) == [False, True, False, True]
+    good = lines_of(kind, *PROMPTS)
+    write(files[0], *good[:3], b"{", good[4])
+    submitted = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda *a, **k: submitted.append(a) or submit(*a, **k))
+    report = batch(engine, files, retry_errors=True)
+    assert (report.answered, report.failed, report.kept, report.retried) == (4, 1, 2, 2)
+    assert str(report).endswith("2 of them by earlier runs; 2 errors tried again")
+    assert len(submitted) == 2  # line 2 again, and line 5
+    assert errors(files[1], kind) == [False, False, False, True, False]
+    after = files[1].read_bytes().splitlines()
+    assert [after[0], after[2]] == [before[0], before[2]]
+    write(files[0], *good)
+    report = batch(engine, files, retry_errors=True)
+    assert (report.answered, report.failed, report.kept, report.retried) == (5, 0, 4, 1)
+    if kind == "plain":
+        assert [record["line"] for record in read(files[1])] == [1, 2, 3, 4, 5]
+    else:
+        assert [record["custom_id"] for record in read(files[1])] == [f"id {i}" for i in range(5)]
+    assert not list(files[1].parent.glob("*.retry"))
+
+
+def test_without_the_option_errors_stay(engine, files):
+    write(files[0], "", PROMPTS[0])
+    batch(engine, files)
+    before = files[1].read_bytes()
+    write(files[0], PROMPTS[1], PROMPTS[0])
+    report = batch(engine, files)
+    assert (report.answered, report.failed, report.kept, report.retried) == (1, 1, 2, 0)
+    assert files[1].read_bytes() == before
+    assert batch(engine, files, retry_errors=True).answered == 2
+    assert batch(engine, files, retry_errors=True).retried == 0  # nothing to try again
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt], ids=["error", "ctrl-c"])
+def test_a_retry_that_ends_early_loses_no_record(engine, files, error, monkeypatch):
+    write(files[0], PROMPTS[0], "", *PROMPTS[1:])
+    batch(engine, files)
+    before = files[1].read_bytes()
+    (files[1].parent / "out.jsonl.retry").write_text("half a re")  # of a run that was killed
+    append = OutputFile.append
+
+    def breaking(self, record):
+        if record["line"] == 4:
+            raise error("no space left")
+        append(self, record)
+
+    monkeypatch.setattr(OutputFile, "append", breaking)
+    with pytest.raises(error):
+        batch(engine, files, retry_errors=True)
+    assert files[1].read_bytes() == before
+    monkeypatch.setattr(OutputFile, "append", append)
+    assert batch(engine, files, retry_errors=True).kept == 5
+    assert [record["line"] for record in read(files[1])] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_answers_stay_those_of_this_run_while_errors_are_tried_again(engine, files, tmp_path):
+    """Also behind a link, which stays one."""
+    (tmp_path / "there").mkdir()
+    files[1].symlink_to(tmp_path / "there" / "answers.jsonl")
+    write(files[0], "", PROMPTS[0])
+    batch(engine, files)
+    with BatchFiles(*files, 10_000, GREEDY, retry_errors=True) as run:
+        assert run.answer(engine, SETTINGS).retried == 1
+        with pytest.raises(OSError, match="another run writes this file"):
+            batch(engine, files)
+    assert files[1].is_symlink() and len(read(files[1])) == 2
 
 
 def test_the_requests_are_not_overwritten(engine, files):
@@ -410,6 +524,43 @@ def test_command_refuses_wrong_options(files, change, message):
     result = run("batch", *files, "bundled", *change)
     assert result.exit_code == 2 and message in words(result.output)
     assert not files[1].exists()
+
+
+def test_command_checks_the_answers_before_it_loads_a_model(files, monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(sys.modules["specdec_ext.cli.batch"], "load_target", load)
+    write(files[0], "a", "b")
+    files[1].write_text('{"line": 2, "text": "of another file"}\n')
+    before = files[1].read_bytes()
+    for options in ([], ["--retry-errors"]):
+        result = run("batch", *files, "bundled", *options)
+        assert result.exit_code == 2 and "is of another run" in words(result.output)
+    with OutputFile(files[1], b"{"):
+        result = run("batch", *files, "bundled", "--overwrite")
+    assert result.exit_code == 2 and "another run writes this file" in words(result.output)
+    result = run("batch", *files, "bundled", "--overwrite")
+    assert isinstance(result.exception, AssertionError)
+    assert files[1].read_bytes() == before  # nothing is removed before the model is loaded
+    write(files[0], PROMPTS[0])
+    files[1].unlink()
+    monkeypatch.undo()
+    assert run("batch", *files, "bundled", "--max-new-tokens", 2).exit_code == 0
+    result = run("batch", *files, "bundled", "--max-new-tokens", 3)
+    assert result.exit_code == 2 and "the options of that run" in words(result.output)
+    result = run("batch", *files, "bundled", "--overwrite", "--retry-errors")
+    assert result.exit_code == 2 and "leave out --retry-errors" in words(result.output)
+
+
+def test_command_tries_errors_again(files):
+    write(files[0], "", PROMPTS[0])
+    options = ["bundled", "--dtype", "float32", "--max-new-tokens", 4]
+    assert run("batch", *files, *options).exit_code == 1
+    write(files[0], PROMPTS[1], PROMPTS[0])
+    assert run("batch", *files, *options).exit_code == 1
+    last = run("batch", *files, *options, "--retry-errors")
+    assert last.exit_code == 0 and "1 error tried again" in words(last.stdout)
 
 
 def test_command_refuses_an_output_without_a_folder(files):

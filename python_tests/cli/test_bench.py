@@ -13,6 +13,7 @@ from helpers.command_line import run, words
 from helpers.fake_server import completion, fake_server
 from helpers.models.folders import shared_folder
 
+from specdec_ext import NgramDrafter
 from specdec_ext.cli import app  # noqa: F401  (the command's module is found below)
 
 PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"
@@ -186,6 +187,47 @@ def test_values_that_are_given_twice_are_measured_once(tmp_path):
     given = ("--prompts", prompts_file(tmp_path, 1), "--drafter", "none", "--no-transformers")
     shown = bench(*given, "--batch", "1,1", "--temperature", "0,0.0", *QUICK)
     assert shown.count("tokens/s") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (RuntimeError("no memory"), 1, "specdec ngram: failed, RuntimeError: no memory"),
+        (KeyboardInterrupt(), 130, "interrupted after 1 of 3 prompts"),
+    ],
+    ids=["error", "ctrl-c"],
+)
+def test_what_was_measured_is_kept(error, code, told, tmp_path, monkeypatch):
+    """Whether a drafter fails or the user has waited long enough: files, tables and the exit status."""
+    calls = []
+    propose = NgramDrafter.propose
+
+    def failing(self, context):
+        calls.append(context.input_ids.shape)
+        if len(set(calls)) > 1:  # the second prompt
+            raise error
+        return propose(self, context)
+
+    monkeypatch.setattr(NgramDrafter, "propose", failing)
+    record = tmp_path / "record.json"
+    result = run(
+        "bench", "--prompts", prompts_file(tmp_path, 3), "--drafter", "ngram", "--speculation", "fixed",
+        "--no-transformers", "-o", record, *QUICK, *FLOAT32, columns=200,
+    )  # fmt: skip
+    assert result.exit_code == code, result.output
+    assert told in words(result.output)
+    (found,) = json.loads(record.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["specdec none"]["tokens_per_second"] > 0
+    if code == 1:
+        assert rows["specdec ngram"] == {
+            "name": "specdec ngram",
+            "error": "RuntimeError: no memory",
+        }
+        assert found["settings"]["prompts"] == 3 and not found["is_interrupted"]
+    else:
+        assert rows["specdec ngram"]["tokens_per_second"] > 0
+        assert found["settings"]["prompts"] == 1 and found["is_interrupted"]
 
 
 def test_differences_of_texts_are_shown(tmp_path, monkeypatch):

@@ -44,8 +44,10 @@ class FakeServer:
 
     Attributes:
         url: its address.
-        models: the entries of ``/v1/models``.
-        answer: called with the body of a request; returns the events of a stream, or a status and a body.
+        models: the entries of ``/v1/models``, or a status and a body.
+        answer: called with the body of a request; returns the events of a stream, a status and a body, or
+            None to close the connection without an answer.
+        keeps: whether a connection serves more than one request; otherwise the next one is lost on it.
         metrics: the page ``/metrics``; None for status 404.
         bodies: of all requests so far, with the path as ``path`` and the key as ``key``.
         most_at_once: most requests that were answered at the same time.
@@ -55,6 +57,7 @@ class FakeServer:
         self.url = url
         self.models: Any = [{"id": "fake"}]
         self.answer: Callable[[dict[str, Any]], Any] = lambda body: completion("a", "b")
+        self.keeps = True
         self.metrics: str | None = None
         self.bodies: list[dict[str, Any]] = []
         self.most_at_once = self.running = 0
@@ -67,16 +70,22 @@ def fake_server() -> Iterator[FakeServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        is_used = False  # whether this connection has served a request
 
         def do_GET(self) -> None:
             if self.path == "/metrics" and fake.metrics is not None:
                 self.send(200, fake.metrics.encode())
+            elif self.path == "/v1/models" and isinstance(fake.models, tuple):
+                self.send(*fake.models)
             elif self.path == "/v1/models":
                 self.send(200, json.dumps({"data": fake.models}).encode())
             else:
                 self.send(404, b"{}")
 
         def do_POST(self) -> None:
+            if self.is_used and not fake.keeps:
+                self.close_connection = True
+                return None
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with fake.lock:
                 key = self.headers.get("Authorization")
@@ -88,6 +97,9 @@ def fake_server() -> Iterator[FakeServer]:
             finally:
                 with fake.lock:
                     fake.running -= 1
+            if answered is None:
+                self.close_connection = True
+                return None
             if isinstance(answered, tuple):
                 status, told = answered
                 return self.send(
@@ -100,6 +112,7 @@ def fake_server() -> Iterator[FakeServer]:
             self.send_header("Content-Length", str(len(raw)))
             self.end_headers()
             self.wfile.write(raw)
+            self.is_used = True
 
         def log_message(self, *_: object) -> None: ...
 

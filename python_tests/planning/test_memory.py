@@ -80,7 +80,7 @@ def test_weights_and_cache_are_those_of_the_real_model(name):
     config = AutoConfig.for_model(**real.config.to_dict())
     planned = LanguageModel(config, torch.bfloat16)
     tensors = [*real.parameters(), *real.buffers()]
-    assert planned.weights.parameters == sum(each.numel() for each in real.parameters())
+    assert planned.parameters == sum(each.numel() for each in real.parameters())
     floats = sum(each.numel() for each in tensors if each.is_floating_point())
     # Buffers such as rope frequencies stay in float32.
     assert planned.weights.total == pytest.approx(2 * floats, rel=0.02)

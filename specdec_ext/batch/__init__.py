@@ -5,6 +5,6 @@ application and answers into records, ``output.py`` keeps the records of earlier
 work. The extra ``serve`` installs the packages that it needs.
 """
 
-from specdec_ext.batch.run import BatchReport, run_batch
+from specdec_ext.batch.run import BatchFiles, BatchReport, run_batch
 
-__all__ = ["BatchReport", "run_batch"]
+__all__ = ["BatchFiles", "BatchReport", "run_batch"]

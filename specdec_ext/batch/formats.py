@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -13,6 +15,7 @@ from specdec_ext.serve.http.errors import ApiError, shown
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 _URLS = (COMPLETIONS, CHATS)
+DIGITS = 32  # of the digest of a request
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,18 @@ class BatchRequest:
     Attributes:
         url: the path of the endpoint.
         body: the body of the request.
+        name: the ``custom_id`` of the line; "" if it has none.
     """
 
     url: str
     body: dict[str, Any]
+    name: str = ""
+
+    @property
+    def digest(self) -> str:
+        """By which a record shows that it answers this request, with the options of the run."""
+        text = json.dumps([self.url, self.name, self.body], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Format(ABC):
 
     @abstractmethod
     def request(self, line: Line) -> BatchRequest:
-        """The request of a line; called once for each line, in their order.
+        """The request of a line, with the options of the run; called for each line in their order.
 
         Raises:
             ApiError: the line is not a request.
@@ -70,7 +81,16 @@ class Format(ABC):
 
     @abstractmethod
     def answers(self, record: Any, line: Line) -> bool:
-        """Whether a record of an earlier run is that of this line."""
+        """Whether a record of an earlier run is that of this line.
+
+        A line whose record has an error may have been mended since. Otherwise, it must be the same request.
+        """
+
+    def _is_same(self, line: Line, digest: Any) -> bool:
+        try:
+            return bool(self.request(line).digest == digest)
+        except ApiError:
+            return False
 
     @abstractmethod
     def has_failed(self, record: dict[str, Any]) -> bool:
@@ -116,13 +136,16 @@ class PlainFormat(Format):
         (choice,) = answer.body["choices"]
         told = {name: value for name, value in choice.items() if value is not None}
         del told["index"]
-        return {"line": line.number, **told, "usage": answer.body["usage"]}
+        digest = self.request(line).digest
+        return {"line": line.number, "request": digest, **told, "usage": answer.body["usage"]}
 
     def refusal(self, line: Line, error: ApiError) -> dict[str, Any]:
         return {"line": line.number, **error.body}
 
     def answers(self, record: Any, line: Line) -> bool:
-        return isinstance(record, dict) and record.get("line") == line.number
+        if not isinstance(record, dict) or record.get("line") != line.number:
+            return False
+        return self.has_failed(record) or self._is_same(line, record.get("request"))
 
     def has_failed(self, record: dict[str, Any]) -> bool:
         return "error" in record
@@ -158,7 +181,7 @@ class OpenAIFormat(Format):
         if not isinstance(body, dict):
             raise _bad_line(f"body: expected an object, got {shown(body)}", "body")
         _check_whole(body)
-        return BatchRequest(url, body)
+        return BatchRequest(url, body, _custom_id(line) or "")
 
     def _check_id(self, line: Line) -> None:
         custom_id = _custom_id(line)
@@ -180,15 +203,15 @@ class OpenAIFormat(Format):
             "request_id": answer.request_id,
             "body": answer.body,
         }
-        return self._record(line, response, None)
+        return self._record(line, self.request(line).digest, response, None)
 
     def refusal(self, line: Line, error: ApiError) -> dict[str, Any]:
         message = f"line {line.number}: {error.body['error']['message']}"
-        return self._record(line, None, {"code": error.code, "message": message})
+        return self._record(line, uuid.uuid4().hex, None, {"code": error.code, "message": message})
 
-    def _record(self, line: Line, response: Any, error: Any) -> dict[str, Any]:
+    def _record(self, line: Line, name: str, response: Any, error: Any) -> dict[str, Any]:
         return {
-            "id": f"batch_req_{uuid.uuid4().hex}",
+            "id": f"batch_req_{name}",
             "custom_id": _custom_id(line),
             "response": response,
             "error": error,
@@ -198,8 +221,14 @@ class OpenAIFormat(Format):
         if not isinstance(record, dict) or not {"custom_id", "response", "error"} <= record.keys():
             return False
         response = record["response"]
-        is_whole = response is None or (isinstance(response, dict) and "status_code" in response)
-        return is_whole and record["custom_id"] == _custom_id(line)
+        if not (response is None or (isinstance(response, dict) and "status_code" in response)):
+            return False
+        if response is None and record["custom_id"] is None:  # of a line that could not be read
+            return True
+        if record["custom_id"] != _custom_id(line):
+            return False
+        digest = str(record.get("id")).removeprefix("batch_req_")
+        return self.has_failed(record) or self._is_same(line, digest)
 
     def has_failed(self, record: dict[str, Any]) -> bool:
         return record["response"] is None or record["response"]["status_code"] != 200

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,32 @@ class OutputFile:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other runs write the file."""
         self._file.close()
+
+    @contextmanager
+    def replacement(self) -> Iterator[OutputFile]:
+        """A file for other records, which replaces this one's at the end, and not after an error.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        path = self.path.resolve()
+        other = OutputFile(path.with_name(f"{path.name}.retry"), self._start)
+        try:
+            other.clear()  # what a run that was killed has left
+            yield other
+            os.fsync(other._file.fileno())
+            other.path.replace(path)
+        except BaseException:
+            other.close()
+            other.path.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file = other._file
 
     def records(self) -> Iterator[Any]:
         """The records of earlier runs. A half-written last one is left out.
@@ -61,8 +88,8 @@ class OutputFile:
     def foreign(self, number: int) -> ValueError:
         """The error for a line that is not the record of its request."""
         return ValueError(
-            f"OUT {self.path} line {number} is not the answer to its line of IN, so the file is of another "
-            "run; choose another file, or pass --overwrite"
+            f"OUT {self.path} line {number} is not the answer to its line of IN with these options, so the "
+            "file is of another run; choose another file, the options of that run, or --overwrite"
         )
 
     def repair(self) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,25 @@ class BatchReport:
         answered: number of lines with a text.
         failed: number of lines with an error.
         kept: number of these lines that earlier runs have answered.
+        retried: number of these lines that had an error before.
     """
 
     answered: int = 0
     failed: int = 0
     kept: int = 0
+    retried: int = 0
+
+    def add(self, has_failed: bool, is_kept: bool) -> None:
+        """Count the record of a line."""
+        self.failed += has_failed
+        self.answered += not has_failed
+        self.kept += is_kept
 
     def __str__(self) -> str:
         lines = counted(self.answered + self.failed, "line")
         kept = f"; {self.kept:,} of them by earlier runs" if self.kept else ""
-        return f"{lines}: {self.answered:,} answered, {self.failed:,} with an error{kept}"
+        retried = f"; {counted(self.retried, 'error')} tried again" if self.retried else ""
+        return f"{lines}: {self.answered:,} answered, {self.failed:,} with an error{kept}{retried}"
 
 
 def run_batch(
@@ -57,6 +67,7 @@ def run_batch(
     defaults: Mapping[str, Any] | None = None,
     seed: int | None = None,
     overwrite: bool = False,
+    retry_errors: bool = False,
 ) -> BatchReport:
     """Answer the requests of a file, with the endpoints of the server, in this process.
 
@@ -72,6 +83,8 @@ def run_batch(
         defaults: fields of plain prompts that leave them out, under the names of the server's fields.
         seed: the seed of the first plain prompt; that of the line after it is one more.
         overwrite: replace the records of an earlier run.
+        retry_errors: answer the lines again whose record has an error. The records stay as they are until all
+            of these lines are answered.
 
     Raises:
         ValueError: the file of answers is of another run, or the same as that of the requests; or the engine
@@ -80,50 +93,126 @@ def run_batch(
         RuntimeError: the engine has ended; the records so far are kept. Or this thread has an event loop
             that runs.
     """
-    requests, answers = regular_file(requests, "a file of requests"), Path(answers)
-    if answers.exists() and answers.samefile(requests):
-        raise ValueError(f"OUT {answers} is the file of the requests; choose another file")
-    if engine.max_waiting is not None:
-        raise ValueError(
-            f"the engine refuses requests when max_waiting={engine.max_waiting} wait, and a file has more; "
-            "leave max_waiting out"
+    with BatchFiles(
+        requests,
+        answers,
+        settings.max_body_bytes,
+        defaults or {},
+        seed=seed,
+        overwrite=overwrite,
+        retry_errors=retry_errors,
+    ) as files:
+        return files.answer(engine, settings)
+
+
+class BatchFiles:
+    """The two files of a run, which are checked before there is an engine; a context manager.
+
+    Nothing is written before :meth:`answer`, and no other run can write the answers meanwhile.
+
+    Args:
+        requests, answers, defaults, seed, overwrite, retry_errors: as for :func:`run_batch`.
+        max_line_bytes: most bytes of a line.
+
+    Raises:
+        ValueError, OSError: as :func:`run_batch`.
+    """
+
+    def __init__(
+        self,
+        requests: str | Path,
+        answers: str | Path,
+        max_line_bytes: int,
+        defaults: Mapping[str, Any],
+        *,
+        seed: int | None = None,
+        overwrite: bool = False,
+        retry_errors: bool = False,
+    ):
+        self._requests, self._most = regular_file(requests, "a file of requests"), max_line_bytes
+        answers = Path(answers)
+        if answers.exists() and answers.samefile(self._requests):
+            raise ValueError(f"OUT {answers} is the file of the requests; choose another file")
+        self._form = format_of(self._lines(), defaults, seed)
+        self._overwrite = overwrite
+        self._output = OutputFile(answers, self._form.start)
+        self._num_kept = self._num_retried = 0
+        try:
+            for _, record in () if overwrite else self._kept():
+                self._num_kept += 1
+                self._num_retried += retry_errors and self._form.has_failed(record)
+        except ValueError:
+            self._output.close()
+            raise
+
+    def __enter__(self) -> BatchFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._output.close()
+
+    def _lines(self) -> Iterator[Line]:
+        return read_lines(self._requests, self._most)
+
+    def _kept(self) -> Iterator[tuple[Line, dict[str, Any]]]:
+        """The lines that have records, with these.
+
+        Raises:
+            ValueError: a record is not that of its line.
+        """
+        lines = self._lines()
+        for number, record in enumerate(self._output.records(), 1):
+            line = next(lines, None)
+            if line is None or not self._form.answers(record, line):
+                raise self._output.foreign(number)
+            yield line, record
+
+    def answer(self, engine: AnyEngine, settings: Settings) -> BatchReport:
+        """Answer all lines that have no record yet; arguments and errors are those of :func:`run_batch`."""
+        if engine.max_waiting is not None:
+            raise ValueError(
+                f"the engine refuses requests when max_waiting={engine.max_waiting} wait, and a file has "
+                "more; leave max_waiting out"
+            )
+        # The size of a line is checked when it is read; as the body of a request it has another one.
+        settings = replace(
+            settings, api_key=None, request_timeout=float("inf"), max_body_bytes=sys.maxsize
         )
-    most = settings.max_body_bytes
-    # The size of a line is checked when it is read; as the body of a request it has another one.
-    settings = replace(
-        settings, api_key=None, request_timeout=float("inf"), max_body_bytes=sys.maxsize
-    )
-    form = format_of(read_lines(requests, most), defaults or {}, seed)
-    report = BatchReport()
-    with OutputFile(answers, form.start) as output:
-        lines = read_lines(requests, most)
-        if overwrite:
+        output, form, report = self._output, self._form, BatchReport(retried=self._num_retried)
+        total = count_lines(self._requests, self._most)
+        if self._overwrite:
             output.clear()
         else:
-            _keep(form, lines, output, report)
-        total = count_lines(requests, most)
-        with tracked("answering", total, "line", report.kept) as work:
-            asyncio.run(_answer_all(engine, settings, form, lines, output, report, work))
-    return report
+            output.repair()
+        done = 0 if self._num_retried else self._num_kept
+        with tracked("answering", total, "line", done) as work:
+
+            def answer(tasks: Iterable[_Task], to: OutputFile) -> None:
+                asyncio.run(_answer_all(engine, settings, form, tasks, to, report, work))
+
+            if self._num_retried:
+                # Records are replaced all at once, so that a run that is killed loses none.
+                with output.replacement() as fresh:
+                    failed = form.has_failed
+                    answer(((line, None if failed(r) else r) for line, r in self._kept()), fresh)
+            else:
+                for line, record in self._kept():
+                    _request(form, line)  # a later line must not have its custom_id
+                    report.add(form.has_failed(record), is_kept=True)
+            rest = islice(self._lines(), self._num_kept, None)
+            answer(((line, None) for line in rest), output)
+        return report
 
 
-def _keep(form: Format, lines: Iterator[Line], output: OutputFile, report: BatchReport) -> None:
-    """Pass over the lines that have records."""
-    for number, record in enumerate(output.records(), 1):
-        line = next(lines, None)
-        if line is None or not form.answers(record, line):
-            raise output.foreign(number)
-        _request(form, line)  # a later line must not have its custom_id
-        report.kept += 1
-        _count(form, record, report)
-    output.repair()
+# A line, and its record if an earlier run has answered it.
+_Task = tuple[Line, dict[str, Any] | None]
 
 
 async def _answer_all(
     engine: AnyEngine,
     settings: Settings,
     form: Format,
-    lines: Iterator[Line],
+    tasks: Iterable[_Task],
     output: OutputFile,
     report: BatchReport,
     work: Work,
@@ -132,26 +221,32 @@ async def _answer_all(
     transport = http.ASGITransport(create_app(engine, settings), raise_app_exceptions=False)
     most = LINES_PER_ROW * engine.max_rows
     async with http.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as app:
-        begun: deque[asyncio.Task[dict[str, Any]]] = deque()
+        begun: deque[tuple[asyncio.Task[dict[str, Any]], bool]] = deque()
 
         async def write_first() -> None:
-            record = await begun.popleft()
+            task, is_kept = begun.popleft()
+            record = await task
             output.append(record)
-            _count(form, record, report)
+            report.add(form.has_failed(record), is_kept)
             work.advance(note=counted(report.failed, "error") if report.failed else "")
 
         try:
-            for line in lines:
-                record = _record(app, engine, form, line, _request(form, line))
-                begun.append(asyncio.create_task(record))
+            for line, known in tasks:
+                request = _request(form, line)
+                record = _as_it_is(known) if known else _record(app, engine, form, line, request)
+                begun.append((asyncio.create_task(record), known is not None))
                 if len(begun) == most:
                     await write_first()
             while begun:
                 await write_first()
         finally:
-            for task in begun:
+            for task, _ in begun:
                 task.cancel()
-            await asyncio.gather(*begun, return_exceptions=True)
+            await asyncio.gather(*(task for task, _ in begun), return_exceptions=True)
+
+
+async def _as_it_is(record: dict[str, Any]) -> dict[str, Any]:
+    return record
 
 
 def _request(form: Format, line: Line) -> BatchRequest | ApiError:
@@ -180,10 +275,3 @@ async def _answer(app: Any, request: BatchRequest) -> BatchAnswer:
     )
     request_id = response.headers.get("X-Request-Id", "")
     return BatchAnswer(response.status_code, request_id, response.json())
-
-
-def _count(form: Format, record: dict[str, Any], report: BatchReport) -> None:
-    if form.has_failed(record):
-        report.failed += 1
-    else:
-        report.answered += 1

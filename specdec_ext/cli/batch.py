@@ -71,6 +71,12 @@ def batch(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Begin again if OUT has answers already.")
     ] = False,
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            "--retry-errors", help="Answer the lines again whose record in OUT has an error."
+        ),
+    ] = False,
     served_model_name: ServedModelNameOption = None,
     chat_template: ChatTemplateOption = None,
     max_rows: MaxRowsOption = MAX_ROWS,
@@ -86,47 +92,53 @@ def batch(
     """Answer a file of requests, with continuous batching and speculative decoding.
 
     If OUT has answers already, the command goes on behind them. A line that can't be answered gets a record
-    with an error, and the exit status is 1. --max-new-tokens and options of sampling are for plain prompts.
+    with an error, and the exit status is 1; --retry-errors tries such lines again. --max-new-tokens and
+    options of sampling are for plain prompts.
     """
     sampling = sampling_kwargs(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     require_server_packages("specdec batch")
+    if overwrite and retry_errors:
+        raise typer.BadParameter("--overwrite answers all lines again; leave out --retry-errors")
     with user_errors():
         writable_file(answers, "OUT")
-    from specdec_ext.batch import run_batch
+    from specdec_ext.batch import BatchFiles
     from specdec_ext.engine import make_engine
     from specdec_ext.serve.service import Settings
 
     template = read_template(chat_template)
-    target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
-    settings = Settings(
-        model_name=served_model_name or model,
-        chat_template=template,
-        max_body_bytes=max_line_bytes,
-    )
     first_seed = sampling.pop("seed", None)
     if not sampling.pop("do_sample"):
         sampling["temperature"] = 0.0
     with user_errors():
-        engine = make_engine(
-            target,
-            drafter=load_drafter(drafter, target, tokenizer),
-            speculation=speculation,
-            tokenizer=tokenizer,
-            max_rows=max_rows,
-            max_length=max_length,
-            max_tokens=max_tokens,
-            prefix_tokens=prefix_tokens,
+        files = BatchFiles(
+            requests,
+            answers,
+            max_line_bytes,
+            {"model": served_model_name or model, "max_tokens": max_new_tokens, **sampling},
+            seed=first_seed,
+            overwrite=overwrite,
+            retry_errors=retry_errors,
         )
-        with engine:
-            report = run_batch(
-                engine,
-                requests,
-                answers,
-                settings,
-                defaults={"max_tokens": max_new_tokens, **sampling},
-                seed=first_seed,
-                overwrite=overwrite,
+    with files:
+        target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+        settings = Settings(
+            model_name=served_model_name or model,
+            chat_template=template,
+            max_body_bytes=max_line_bytes,
+        )
+        with user_errors():
+            engine = make_engine(
+                target,
+                drafter=load_drafter(drafter, target, tokenizer),
+                speculation=speculation,
+                tokenizer=tokenizer,
+                max_rows=max_rows,
+                max_length=max_length,
+                max_tokens=max_tokens,
+                prefix_tokens=prefix_tokens,
             )
+            with engine:
+                report = files.answer(engine, settings)
     PlainConsole().print(f"{answers}: {report}", soft_wrap=True)
     if report.failed:
         raise typer.Exit(1)

@@ -53,6 +53,7 @@ _OF_MODELS = {
     "dtype": "--dtype",
     "device": "--device",
 }
+INTERRUPTED = 130  # exit status after Ctrl-C, as of shells: 128 and the number of SIGINT
 _OF_SERVERS = {"api_key": "--api-key", "timeout": "--timeout"}
 
 
@@ -161,6 +162,9 @@ def bench(
     TTFT is the time to the first token. TPOT is the mean time of a request per token after the first. ITL is
     the time between two arrivals divided among the tokens that arrive, and the chunk gap is that time itself:
     with speculation, several tokens arrive at once.
+
+    What fails is a row with its error, and everything else is measured; the exit status is then 1. Ctrl-C
+    ends the measurement: what was measured is written and shown, and the exit status is 130.
     """
     with user_errors():
         _check_mode(context, url)
@@ -218,6 +222,10 @@ def bench(
     for report in reports:
         report.remarks += warnings
     _publish(console, reports, steps, out or [], plot_file, details)
+    if any(report.is_interrupted for report in reports):
+        raise typer.Exit(INTERRUPTED)
+    if not all(report.is_whole for report in reports):
+        raise typer.Exit(1)
 
 
 def _check_mode(context: typer.Context, url: list[str] | None) -> None:

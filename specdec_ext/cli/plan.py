@@ -37,14 +37,15 @@ def plan(
         typer.Option("--dtype", help="Type of weights and activations; auto: as in the config."),
     ] = "auto",
     quantisation: Annotated[
-        Literal["auto", "none", "float8", "int8", "int4"],
+        str,
         typer.Option(
-            "--quantisation", help="Format of the target's matrices; auto: as in the config."
+            "--quantisation",
+            help="Format of the target's matrices: auto (as in the config), none, float8, int8 or int4; for "
+            "the CPU also with a group size and with offsets, such as int4:128 and int4:128:offsets.",
         ),
     ] = "auto",
     draft_quantisation: Annotated[
-        Literal["auto", "none", "float8", "int8", "int4"],
-        typer.Option("--draft-quantisation", help="The same for the draft."),
+        str, typer.Option("--draft-quantisation", help="The same for the draft.")
     ] = "auto",
     sample: Annotated[
         bool, typer.Option("--sample", help="Plan for sampled text, whose scores are in float32.")
@@ -85,6 +86,12 @@ def plan(
         given = [each for each in (gpu, mig, size) if each is not None]
         if len(given) > 1:
             raise ValueError("--gpu, --mig and --bytes all name the memory; pass only one of them")
+        from specdec_ext.planning.capacity import capacity_of
+
+        if given:
+            capacity_of(
+                given[0]
+            )  # a wrong name is told before the seconds that torch takes to import
         from specdec_ext.planning.memory import plan as planned
 
         found = planned(

@@ -245,7 +245,8 @@ def plan(
     """Plan the memory of a call of :func:`specdec_ext.generate` without loading a model.
 
     Parameters are counted, and the passes of the prompt and of a step are run, on the meta device, which
-    knows shapes only. Weights of other libraries' formats are counted as the config describes them.
+    knows shapes only. Weights that :func:`specdec_ext.quantize` made are counted layer by layer;
+    those of other libraries' formats are counted as the config describes them.
 
     Args:
         target: folder, config.json, or hub id, of which only the config is downloaded.
@@ -256,7 +257,8 @@ def plan(
         tree: shape of a draft; None for the drafter's default, or for plain decoding without ``draft``.
         dtype: dtype of weights and activations; "auto" for that of the target's config.
         quantisation: format of the target's matrices: "none", "float8", "int8", "int4", or "auto" for that of
-            its config.
+            its config. On the CPU, "int8" and "int4" are the formats of :func:`specdec_ext.quantize`, and
+            "int4:128" and "int4:128:offsets" those with its ``group_size`` and without ``symmetric``.
         draft_quantisation: the same for a draft model; for a head "none", or "int8" and "float8" on a GPU.
         do_sample: whether the text is sampled, which needs processed scores in float32.
         memory: a GPU such as "H100", a MIG profile such as "3g.40gb", or a size ("24GiB", or a number of
@@ -279,7 +281,7 @@ def plan(
         raise ValueError(f"rows is {rows} and share {share}; expected rows >= 1 and 0 < share <= 1")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device is {device!r}; expected 'cuda' or 'cpu'")
-    model = LanguageModel.of(ConfigFile.find(target), dtype, quantisation)
+    model = LanguageModel.of(ConfigFile.find(target), dtype, quantisation, device)
     place = torch.device(device)
     drafter = _drafter(draft, model, place, draft_quantisation)
     calls = _Calls(model, drafter, place, new_tokens, tree, do_sample, graphs)
@@ -338,7 +340,7 @@ def _drafter(
     file = ConfigFile.find(draft)
     config = file.head()
     if config is None:
-        return LanguageModel.of(file, target.dtype, quantisation)
+        return LanguageModel.of(file, target.dtype, quantisation, device.type)
     format_ = "same" if quantisation in ("auto", "none") else quantisation
     matrices = weight_dtype(format_)
     if matrices is not None and device.type == "cpu":

@@ -25,6 +25,7 @@ from specdec_ext.evaluate.benchmark import (
     compare,
     compare_all,
     endless,
+    files,
     generation_kwargs,
     interleave,
     ours,
@@ -372,3 +373,124 @@ def test_synthetic_contestants_know_each_prompts_text():
     assert series.equals(
         Series("", texts=[ours(model, None, shared)(each).sequences for each in made])
     )
+
+
+# --- failures and interrupts ------------------------------------------------------------------------
+
+
+class Failing(NgramDrafter):
+    """Raises an error in batches of two rows, or for one prompt."""
+
+    def __init__(self, error, rows=2):
+        super().__init__(min_ngram=1)
+        self.error, self.rows = error, rows
+
+    def propose(self, context):
+        if len(context.rows) == self.rows:
+            raise self.error
+        return super().propose(context)
+
+
+def singles_and_pairs():
+    """The same four prompts, in batches of one row and of two."""
+    ids, _ = prompts((7, 7, 7, 7))
+    return [
+        Workload([{"input_ids": part} for part in ids.split(rows)], names=[*"abcd"])
+        for rows in (1, 2)
+    ]
+
+
+QUICK = dict(max_new_tokens=6, repeats=2, transformers_too=False)
+
+
+def test_a_contestant_that_fails_at_a_setting_is_a_row_and_all_others_are_measured(tmp_path):
+    drafters = {"bad": Failing(RuntimeError("no\nmemory")), "ngram": NgramDrafter(min_ngram=1)}
+    one, two = compare_all(tiny_model("llama"), singles_and_pairs(), drafters, **QUICK)
+    assert list(one.series) == ["specdec none", "specdec bad", "specdec ngram"] and one.is_whole
+    assert list(two.series) == ["specdec none", "specdec ngram"] and not two.is_whole
+    assert two.errors == {"specdec bad": "RuntimeError: no memory"}
+    assert [len(each.seconds) for each in two.series.values()] == [2, 2]
+    assert two.same_text == {"specdec ngram": "4/4"}
+    (table,) = two.tables()
+    assert table.rows[-1][0] == "specdec bad" and table.rows[-1][-1] == "RuntimeError"
+    assert "specdec bad: failed, RuntimeError: no memory" in two.notes()
+    paths = [tmp_path / f"all{suffix}" for suffix in (".json", ".jsonl", ".csv", ".md", ".html")]
+    files.write([one, two], paths)
+    assert all("RuntimeError: no memory" in path.read_text("utf-8") for path in paths)
+
+
+def test_a_baseline_that_fails_leaves_ratios_to_another(monkeypatch, tmp_path):
+    def broken(model, shared, **keywords):
+        def run(prompt, streamer=None):
+            raise NotImplementedError("not this model")
+
+        return run
+
+    monkeypatch.setattr(benchmark, "hugging_face", broken)
+    report = compare(tiny_model("llama"), pairs(1), {}, max_new_tokens=4, repeats=1)
+    assert report.baseline == report.plain == "specdec none"
+    assert set(report.errors) == {"HF generate"}
+    benchmark.plot([report], tmp_path / "bars.png")
+
+
+def test_a_setting_in_which_everything_fails_has_rows_only(monkeypatch, tmp_path):
+    plain = benchmark.ours
+
+    def ours(model, drafter, shared, **keywords):
+        run = plain(model, drafter, shared, **keywords)
+
+        def checked(prompt, streamer=None):
+            if len(prompt["input_ids"]) == 2:
+                raise ValueError("no pairs")
+            return run(prompt, streamer)
+
+        return checked
+
+    monkeypatch.setattr(benchmark, "ours", ours)
+    one, two = compare_all(tiny_model("llama"), singles_and_pairs(), {}, **QUICK)
+    assert (
+        one.is_whole and not two.series and two.errors == {"specdec none": "ValueError: no pairs"}
+    )
+    assert "failed" in str(two) and two.explain()
+    files.write([one, two], [tmp_path / f"all{suffix}" for suffix in (".json", ".csv", ".html")])
+    with pytest.raises(ValueError, match="no pairs"):
+        compare_all(tiny_model("llama"), singles_and_pairs()[1:], {}, **QUICK)
+
+
+def test_an_interrupt_keeps_the_prompts_before_it(monkeypatch, tmp_path):
+    turns = []
+    plain = benchmark.Race.turn
+
+    def turn(self, number, *arguments):
+        turns.append(number)
+        if len(turns) == 4:
+            raise KeyboardInterrupt
+        plain(self, number, *arguments)
+
+    monkeypatch.setattr(benchmark.Race, "turn", turn)
+    drafters = {"ngram": NgramDrafter(min_ngram=1)}
+    one, two = compare_all(tiny_model("llama"), singles_and_pairs(), drafters, **QUICK)
+    assert turns == [0, 0, 1, 1]
+    assert [each.settings["prompts"] for each in (one, two)] == [2, 1]
+    assert one.is_interrupted and "interrupted after 2 of 4 prompts" in one.remarks
+    assert one.same_text == {"specdec ngram": "2/2"} and two.same_text == {"specdec ngram": "2/2"}
+    files.write([one, two], [tmp_path / "all.json"])
+    turns[:] = [0, 0, 0]
+    with pytest.raises(KeyboardInterrupt):  # nothing was measured before it
+        compare_all(tiny_model("llama"), singles_and_pairs(), drafters, **QUICK)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("no memory")], ids=["ctrl-c", "error"]
+)
+def test_what_was_measured_is_kept_if_texts_can_not_be_compared(error, monkeypatch):
+    def compare_runs(*_):
+        raise error
+
+    monkeypatch.setattr("specdec_ext.evaluate.benchmark.series.compare_runs", compare_runs)
+    report = compare(tiny_model("llama"), pairs(1), {}, max_new_tokens=4, repeats=1)
+    assert list(report.series) == ["HF generate", "specdec none"] and not report.is_whole
+    told = "interrupted before all texts were compared"
+    if not isinstance(error, KeyboardInterrupt):
+        told = "comparison of texts: failed, RuntimeError: no memory"
+    assert told in report.notes()

@@ -8,6 +8,7 @@ from helpers.fake_server import completion, fake_server
 
 pytest.importorskip("httpx2", reason="httpx2 is not installed (extra: serve)")
 
+from specdec_ext.evaluate.benchmark import served
 from specdec_ext.evaluate.benchmark.client import Server
 from specdec_ext.evaluate.benchmark.prompts import Conversation
 from specdec_ext.evaluate.benchmark.reply import Reply
@@ -164,16 +165,56 @@ def test_a_setting_in_which_all_fails_does_not_take_the_others_with_it(fakes):
         return (503, b"busy") if is_late else completion("a", "b")
 
     fake.answer = answer
-    (report,) = compared([fake], temperatures=[0.0, 0.8], repeats=1)
-    assert report.settings["temperature"] == 0
-    lost = "streams 1, temperature 0.8: no prompt was answered by all contestants. server: status 503: busy"
-    assert report.remarks[0] == lost
+    good, lost = compared([fake], temperatures=[0.0, 0.8], repeats=1)
+    assert good.settings["temperature"] == 0 and good.is_whole and names(good) == ["server"]
+    assert lost.errors == {"server": "status 503: busy"} and not lost.is_whole
+    assert lost.all_rows() == [{"name": "server", "error": "status 503: busy"}]
     seen[0.8] = 0
     with pytest.raises(ValueError, match="no prompt was answered by all contestants"):
         compared([fake], temperatures=[0.8], repeats=1)
     fake.answer = lambda body: (503, b"busy") if body["max_tokens"] == 2 else completion("a")
-    with pytest.raises(ValueError, match=r"no request succeeds. server: status 503: busy"):
+    with pytest.raises(ValueError, match=r"by all contestants. server: status 503: busy"):
         compared([fake], repeats=1)
+
+
+def test_a_contestant_that_fails_at_a_setting_is_a_row_and_the_others_are_measured(fakes):
+    def answer(body):
+        return (500, {"error": "out of memory"}) if body["temperature"] else completion("a", "b")
+
+    fakes[0].answer = answer
+    first, second = map(name_of, fakes)
+    good, half = compared(fakes, temperatures=[0.0, 0.8], repeats=2)
+    assert names(good) == [first, second] and good.is_whole
+    assert names(half) == [second] and half.baseline == second
+    assert half.errors == {first: "status 500: out of memory"}
+    (table,) = half.tables()
+    assert table.rows[-1][0] == first and table.rows[-1][-1] == "status 500"
+    assert f"{first}: failed, status 500: out of memory" in half.notes()
+
+
+def test_an_interrupt_keeps_the_turns_before_it(fakes, monkeypatch):
+    turns = Counter()
+    plain = served.ServedContestant.turn
+
+    def turn(self, asked, streams, **options):
+        turns[self.server.name, len(asked)] += 1
+        if turns[self.server.name, 4] == 3 and self.server.name == name_of(fakes[1]):
+            raise KeyboardInterrupt
+        return plain(self, asked, streams, **options)
+
+    monkeypatch.setattr(served.ServedContestant, "turn", turn)
+    (report,) = compared(fakes, repeats=5)
+    assert names(report) == [name_of(each) for each in fakes]
+    assert report.is_interrupted and "interrupted after 2 of 5 turns" in report.remarks
+    assert [row["requests"] for row in report.rows()] == [12, 8]
+    turns.clear()
+    monkeypatch.setattr(served.ServedContestant, "turn", lambda *_, **__: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        compared(fakes, repeats=5)
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def test_more_streams_than_prompts_are_told(fakes):
@@ -308,7 +349,7 @@ def test_our_server_with_and_without_drafts():
 def test_our_server_refuses_another_policy_by_name():
     from helpers.serving import serving
 
-    with serving() as served, Server(served.url) as server:
-        message = r"no request succeeds. auto: status 400: .*speculation"
-        with pytest.raises(ValueError, match=message):
-            compare_servers([server], TEXTS[:1], repeats=1, speculation=["auto"])
+    with serving() as ours, Server(ours.url) as server:
+        (report,) = compare_servers([server], TEXTS[:1], repeats=1, speculation=["auto"])
+    assert names(report) == ["plain"]
+    assert "status 400" in report.errors["auto"] and "speculation" in report.errors["auto"]

@@ -7,12 +7,14 @@ medians over prompts. :mod:`specdec_ext.evaluate.benchmark.served` measures serv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
 
+from specdec_ext.display.text import counted
 from specdec_ext.evaluate import machine
 from specdec_ext.evaluate.benchmark.contestants import (
     LOOKUP_TOKENS,
@@ -36,6 +38,7 @@ from specdec_ext.evaluate.benchmark.report import (
     same_text,
     same_texts,
     told_differences,
+    told_error,
 )
 from specdec_ext.evaluate.benchmark.series import (
     Prompt,
@@ -85,6 +88,7 @@ __all__ = [
 HF, HF_LOOKUP, HF_ASSISTED = "HF generate", "HF prompt lookup", "HF assisted"
 HF_STATIC = "HF static cache"  # on a GPU, transformers compiles the model for it
 PLAIN = "specdec none"
+COMPARISON = "comparison of texts"  # in place of a contestant, in the errors of a report
 
 
 def compare(
@@ -125,7 +129,9 @@ def compare_all(
     """A report for each workload, all of which are measured in turn.
 
     Plain decoding always takes part. End-of-sequence tokens are ignored, so that every text has
-    ``max_new_tokens`` tokens.
+    ``max_new_tokens`` tokens. A contestant that raises an error at one workload is named there in
+    ``Report.errors``, and everything else is measured. After an interrupt (Ctrl-C), the reports have the
+    prompts before it.
 
     Args:
         model: the target.
@@ -139,6 +145,9 @@ def compare_all(
             drafter drafts in every step, so that acceptance can be compared.
         transformers_too: whether Hugging Face's ways to generate take part.
         settings: further entries of the reports' titles.
+
+    Raises:
+        Exception: the first error, if no contestant could be measured.
     """
     races, left_out = [], []
     for workload in workloads:
@@ -149,25 +158,51 @@ def compare_all(
             theirs, missing = _transformers(model, workload, assistant, shared)
         contestants, fixed = _of_drafters(model, drafters, speculation, shared)
         plain = {PLAIN: ours(model, None, shared)}
-        races.append(Race({**theirs, **plain, **contestants}, workload.prompts, fixed))
+        everyone = {**theirs, **plain, **contestants}
+        races.append(Race(everyone, workload.prompts, fixed, keeps_going=True))
         left_out.append(missing)
     baseline = HF if transformers_too else PLAIN
     with endless(model, *([assistant] if assistant is not None else [])):
-        run_races(races, repeats, streamed=True)
-        reports = []
+        is_interrupted = run_races(races, repeats, streamed=True)
+        if not any(race.turns and race.results for race in races):
+            raise next(error for race in races for error in race.errors.values())
+        reports, measured = [], []
         for done, workload, missing in zip(races, workloads, left_out, strict=True):
+            if not done.turns and not done.errors:  # not begun before the interrupt
+                continue
             shared = generation_kwargs(max_new_tokens, workload.temperature)
-            report = _report(model, done, shared, baseline, settings, workload.names)
-            report.left_out, report.categories = missing, workload.categories
+            report = _report(model, done, shared, baseline, settings)
+            report.left_out, report.categories = missing, workload.categories[: done.turns]
             report.remarks += workload.remarks
+            if is_interrupted:
+                report.interrupt(f"after {done.turns} of {counted(len(done.prompts), 'prompt')}")
+            with _keeping(report):
+                _compare_texts(report, model, shared, workload.names)
             reports.append(report)
-        _compare_sizes(model, reports, workloads)
+            measured.append(workload)
+        with _keeping(reports[-1]):
+            _compare_sizes(model, reports, measured)
     return reports
+
+
+@contextmanager
+def _keeping(report: Report) -> Iterator[None]:
+    """Keep what was measured if texts can't be compared, or if that is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        report.interrupt("before all texts were compared")
+    except Exception as error:
+        report.errors[COMPARISON] = told_error(error)
 
 
 def _compare_sizes(model: Model, reports: Sequence[Report], workloads: Sequence[Workload]) -> None:
     """Compare greedy plain decoding in batches of each size with that of the first size."""
-    greedy = [pair for pair in zip(reports, workloads, strict=True) if not pair[1].temperature]
+    greedy = [
+        (report, workload)
+        for report, workload in zip(reports, workloads, strict=True)
+        if not workload.temperature and PLAIN in report.series
+    ]
     for report, workload in greedy[1:]:
         first, _ = greedy[0]
         sizes = f"batches of {report.settings['batch']} as of {first.settings['batch']}"
@@ -230,7 +265,9 @@ def race(
     """
     one = Race(contestants, prompts, fixed or {})
     run_races([one], repeats, streamed)
-    return _report(model, one, shared, baseline, settings or {})
+    report = _report(model, one, shared, baseline, settings or {})
+    _compare_texts(report, model, shared)
+    return report
 
 
 def _report(
@@ -239,22 +276,30 @@ def _report(
     shared: Mapping[str, Any],
     baseline: str,
     settings: Mapping[str, Any],
-    names: Sequence[str] = (),
 ) -> Report:
-    """The report of a race that was run."""
-    series = one.results
+    """The report of a race that was run; ratios are to another contestant if the baseline failed."""
+    series = one.results if one.turns else {}
     plain = PLAIN if PLAIN in series else None
-    same, differences = same_texts(series, baseline, plain, model, shared["do_sample"], names)
+    if series and baseline not in series:
+        baseline = plain or next(iter(series))
     batch = len(one.prompts[0]["input_ids"])
     return Report(
         machine=machine_line(model),
-        settings={"batch": batch, "prompts": len(one.prompts), **shared, **settings},
+        settings={"batch": batch, "prompts": one.turns, **shared, **settings},
         series=series,
         baseline=baseline,
         plain=plain,
-        same_text=same,
         expected=plain if shared["do_sample"] and plain else baseline,
-        differences=differences,
+        errors={name: told_error(error) for name, error in one.errors.items()},
+    )
+
+
+def _compare_texts(
+    report: Report, model: Model, shared: Mapping[str, Any], names: Sequence[str] = ()
+) -> None:
+    """Compare the texts of all contestants with the expected ones; ``names`` are those of the rows."""
+    report.same_text, report.differences = same_texts(
+        report.series, report.baseline, report.plain, model, shared["do_sample"], names
     )
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from specdec_ext.display.text import one_line
 from specdec_ext.evaluate.benchmark.prompts import Question
 from specdec_ext.evaluate.benchmark.reply import MAX_MESSAGE, Reply, message_of, parsed
-from specdec_ext.heads.checkpoints.config.fields import shown
+from specdec_ext.heads.checkpoints.config.fields import Fields, shown
 from specdec_ext.preflight.address import Address
 from specdec_ext.preflight.extras import require
 from specdec_ext.serve import names
@@ -44,6 +45,11 @@ _COUNTERS = {
 }
 _BY_POSITION = f"{names.ACCEPTED_PER_POSITION}_total"
 
+# No answer, or a wrong key: the other endpoint would not answer either. Other errors may be about a chat
+# alone: servers break in different ways if a model has no chat template.
+_HOPELESS = (0, 401, 403)
+NO_COUNT = "the server counts no tokens (stream_options.include_usage), so speed is not known"
+
 T = TypeVar("T")
 
 
@@ -64,6 +70,7 @@ class Server:
         is_ours: whether it is ``specdec serve``, which decodes without drafts on request.
         endpoint: ``CHAT`` or ``COMPLETIONS``.
         fields: those of ``OPTIONAL`` that it takes.
+        counts_events: whether each event with text is taken for one token, because it counts none in streams.
 
     Raises:
         ValueError: if ``url`` is no address.
@@ -85,8 +92,11 @@ class Server:
         self._where = f"{option} {self.name}"
         self.model, self.is_ours = model, False
         self.endpoint, self.fields = COMPLETIONS, list(OPTIONAL)
+        self.counts_events = False
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
+        # What a connection raises that was kept, and that the server has closed since.
+        self._closed = (http.RemoteProtocolError, http.ReadError, http.WriteError)
         # What may be raised by a server that answers wrongly or not at all.
         self._expected = (
             *(http.HTTPError, http.InvalidURL, http.StreamError),
@@ -119,12 +129,24 @@ class Server:
                 dropped = named or self.fields[-1:]
                 self.fields = [each for each in self.fields if each not in dropped]
                 reply = self.ask_all([question], 1, max_tokens=PROBE_TOKENS)[0]
+            if reply.error == NO_COUNT and self._sends_tokens_one_by_one(question, reply):
+                self.counts_events = True
+                return
             if not reply.error:
                 return
             reasons.append(f"{endpoint}: {reply.error}")
-            if reply.status not in _REFUSED:
+            if reply.status in _HOPELESS:
                 break
         raise ValueError(f"{self._where}: {'; '.join(reasons)}")
+
+    def _sends_tokens_one_by_one(self, question: Question, reply: Reply) -> bool:
+        """Whether a stream without counts had as many events as the same answer as a whole has tokens."""
+        try:
+            whole = self.ask_whole(question, max_tokens=PROBE_TOKENS)
+            usage = Fields(whole, "the server's answer").section("usage")
+            return reply.has_one_event_per_token(usage.integer("completion_tokens", 0, low=0))
+        except ValueError:
+            return False
 
     def ask_all(
         self, questions: Sequence[Question], streams: int, ends: bool = False, **options: Any
@@ -185,6 +207,8 @@ class Server:
         where = self._where
         try:
             status, raw = self._run(self._fetch("GET", f"{self._base}/models"))
+            if status != 200 and self.model is not None:
+                return  # some servers can't list their models, but answer
             if status != 200:
                 raise ValueError(f"status {status}: {message_of(raw)}")
             models = parsed(raw).get("data")
@@ -249,8 +273,7 @@ class Server:
             ValueError: it is refused, or the answer is not a complete stream of text with its usage.
         """
         is_complete = False
-        url = f"{self._base}/{self.endpoint}"
-        async with self._http.stream("POST", url, json=body) as answer:
+        async with self._posted(body) as answer:
             reply.status = answer.status_code
             if answer.status_code != 200:
                 raw = await _limited(answer)
@@ -260,14 +283,40 @@ class Server:
                     is_complete = True
                     break
                 is_complete |= reply.add(at, parsed(data))
+        if not reply.arrivals:
+            raise ValueError(
+                "the server sent no text; its log may say why, such as a prompt beyond its context"
+            )
         if not is_complete:
             raise ValueError("the stream ended before the text did")
-        if not reply.arrivals:
-            raise ValueError("the server sent no text")
+        if not reply.tokens and self.counts_events:
+            reply.tokens = sum(reply.events)
         if not reply.tokens:
-            raise ValueError(
-                "the server counts no tokens (stream_options.include_usage), so speed is not known"
-            )
+            raise ValueError(NO_COUNT)
+
+    @asynccontextmanager
+    async def _posted(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        """Send a request, once more if the server had closed the connection that was kept for it.
+
+        Some servers close a connection after an error, and the next request on it is then lost unread. An
+        error of a new connection is one of the server.
+        """
+        connected = False
+
+        async def trace(event: str, _: Mapping[str, Any]) -> None:
+            nonlocal connected
+            connected |= event.startswith("connection.connect_")
+
+        url = f"{self._base}/{self.endpoint}"
+        async with AsyncExitStack() as stack:
+            post = partial(self._http.stream, "POST", url, json=body, extensions={"trace": trace})
+            try:
+                answer = await stack.enter_async_context(post())
+            except self._closed:
+                if connected:
+                    raise
+                answer = await stack.enter_async_context(post())
+            yield answer
 
     def _told(self, method: str, url: str, **options: Any) -> dict[str, Any]:
         try:

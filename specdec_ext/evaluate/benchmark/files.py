@@ -75,7 +75,7 @@ def _rows(reports: Sequence[Report]) -> list[dict[str, Any]]:
     return [
         {"machine": report.machine, "settings": report.settings, **row}
         for report in reports
-        for row in report.rows()
+        for row in report.all_rows()
     ]
 
 

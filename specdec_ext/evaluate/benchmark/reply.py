@@ -57,12 +57,15 @@ class Reply:
         read = max(0, self.prompt_tokens - (self.cached_tokens or 0))
         arrivals = self.arrivals
         if not self.counts:
-            # One token per event, if their numbers agree; the last token of a text may have no text.
-            if sum(self.events) not in (self.tokens, self.tokens - 1):
+            if not self.has_one_event_per_token(self.tokens):
                 whole = Latency.of(self.began, arrivals, read)
                 return replace(whole, counts=(), tokens=self.tokens)
             arrivals = [(at, events) for (at, _), events in zip(arrivals, self.events, strict=True)]
         return Latency.of(self.began, arrivals, read)
+
+    def has_one_event_per_token(self, tokens: int) -> bool:
+        """Whether this number of tokens agrees with one per event; the last token may have no text."""
+        return sum(self.events) in (tokens, tokens - 1)
 
     def add(self, at: float, event: dict[str, Any]) -> bool:
         """Add an event of the stream that arrived at a time, and return whether it ends the text.

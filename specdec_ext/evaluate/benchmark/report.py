@@ -12,7 +12,7 @@ import numpy as np
 
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import tracked
-from specdec_ext.display.text import counted, printable
+from specdec_ext.display.text import counted, one_line, printable
 from specdec_ext.evaluate.benchmark import latency
 from specdec_ext.evaluate.benchmark.series import Series
 from specdec_ext.evaluate.compare import ComparedRuns
@@ -21,6 +21,7 @@ from specdec_ext.preflight.extras import require
 
 BAR_WIDTH = 20
 MOST_DIFFERENCES = 5  # that are shown; files have all
+MAX_ERROR = 400  # characters of an error's message
 MIB = 1 << 20
 
 
@@ -38,6 +39,8 @@ class Report(Summarised):
         expected: the contestant that has the expected texts.
         differences: a sentence for each text that differs.
         left_out: contestant that could not take part -> reason.
+        errors: contestant that raised an error, and has no results -> the error.
+        is_interrupted: whether the run was interrupted, so that not everything was measured.
         categories: the category of each prompt; () if none has one.
         remarks: what else must be known about the run.
     """
@@ -51,6 +54,8 @@ class Report(Summarised):
     expected: str = ""
     differences: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    is_interrupted: bool = False
     categories: Sequence[str] = ()
     remarks: list[str] = field(default_factory=list)
 
@@ -68,10 +73,23 @@ class Report(Summarised):
         return ", ".join(parts)
 
     @property
-    def unique_4grams(self) -> float:
-        return self.series[self.baseline].unique_4grams
+    def unique_4grams(self) -> float | None:
+        """``Series.unique_4grams`` of the baseline; None if nothing was measured."""
+        return self.series[self.baseline].unique_4grams if self.series else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything was measured that was asked for."""
+        return not (self.errors or self.is_interrupted)
+
+    def interrupt(self, where: str) -> None:
+        """Note that the run was interrupted."""
+        self.is_interrupted = True
+        self.remarks.append(f"interrupted {where}")
 
     def summary(self) -> str:
+        if not self.series:
+            return f"all of {', '.join(self.errors)} failed; {self.title}"
         rows = [row for row in self.rows() if row["name"] != self.baseline]
         if not rows:
             return f"only {self.baseline}, nothing to compare"
@@ -91,8 +109,13 @@ class Report(Summarised):
         yield from self.notes()
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record per contestant, for JSON."""
+        """One record per contestant that was measured."""
         return [self._row(series) for series in self.series.values()]
+
+    def all_rows(self) -> list[dict[str, Any]]:
+        """:meth:`rows`, and one with a name and the error for each contestant that failed."""
+        failed = [{"name": name, "error": error} for name, error in self.errors.items()]
+        return [*self.rows(), *failed]
 
     def record(self) -> dict[str, Any]:
         """The whole report, for JSON."""
@@ -102,9 +125,11 @@ class Report(Summarised):
             "baseline": self.baseline,
             "unique_4gram_fraction": self.unique_4grams,
             "left_out": self.left_out,
+            "errors": self.errors,
+            "is_interrupted": self.is_interrupted,
             "differences": self.differences,
             "remarks": self.remarks,
-            "rows": self.rows(),
+            "rows": self.all_rows(),
             "categories": self.by_category(),
         }
 
@@ -126,14 +151,22 @@ class Report(Summarised):
                     "" if not row["failed"] else str(row["failed"]),
                 )
             )
+        rows += [
+            (name, "", "", "", "", "", "", error.partition(":")[0])
+            for name, error in self.errors.items()
+        ]
         headings = ("", "tokens/s", "ratio [95 %]", "accepted", "TTFT", "TPOT", "ITL p99", "failed")
         title = (
             f"{self.title}; ratio to {self.reference}; times in ms, of TTFT and TPOT the medians"
+            if self.series
+            else self.title
         )
         return [_table(rows, headings, title)]
 
     def details(self) -> list[Table]:
         """Tables of everything else that was measured; 80 columns wide."""
+        if not self.series:
+            return []
         return [
             *self._speeds(),
             *self._latencies(),
@@ -229,7 +262,8 @@ class Report(Summarised):
 
     def notes(self) -> list[str]:
         """Texts that differ, failures, contestants that were left out, and explanations of the tables."""
-        notes = [f"{name}: left out, {why}" for name, why in self.left_out.items()]
+        notes = [f"{name}: failed, {error}" for name, error in self.errors.items()]
+        notes += [f"{name}: left out, {why}" for name, why in self.left_out.items()]
         for name, series in self.series.items():
             for why, times in Counter(series.failures).most_common():
                 notes.append(f"{name}: {counted(times, 'request')} failed, {why}")
@@ -241,7 +275,9 @@ class Report(Summarised):
             if len(found) > 1:
                 told = ", ".join(f"{name} {same}" for name, same in self.same_text.items())
             notes.append(f"same text as {self.expected}: {told}")
-        notes += [*shown, *self.remarks, repetition_note(self.series[self.reference])]
+        notes += [*shown, *self.remarks]
+        if self.series:
+            notes.append(repetition_note(self.series[self.reference]))
         if any(series.latencies for series in self.series.values()):
             notes.append(
                 "TTFT: time to the first token. TPOT: time per further token, the mean of a request. ITL: "
@@ -301,6 +337,11 @@ def joint_notes(reports: Sequence[Report]) -> list[str]:
     return [*own, *common]
 
 
+def told_error(error: Exception) -> str:
+    """The kind of an error and its message, in one line."""
+    return f"{type(error).__name__}: {one_line(str(error))[:MAX_ERROR]}"
+
+
 def repetition_note(series: Series) -> str:
     """How much the completions repeat themselves, in words."""
     return (
@@ -351,6 +392,7 @@ def figure(reports: Sequence[Report]) -> Any:
         ImportError: if matplotlib is not installed.
     """
     figures = require("matplotlib.figure", "a plot")
+    reports = [report for report in reports if report.series]
     sizes = [len(report.series) for report in reports]
     made = figures.Figure(figsize=(9, 0.42 * sum(sizes) + 0.9 * len(reports) + 0.4))
     panels = made.subplots(len(reports), height_ratios=sizes, squeeze=False)

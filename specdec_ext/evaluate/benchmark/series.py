@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count, zip_longest
@@ -22,6 +25,8 @@ from specdec_ext.evaluate.compare import ComparedRuns, compare_runs
 from specdec_ext.evaluate.measuring import Call, take_turns, wall_seconds
 from specdec_ext.evaluate.speedup import Speedup, bootstrap
 from specdec_ext.stats import SpeculationStats
+
+_log = logging.getLogger(__name__)
 
 # A tokenizer's output: ``input_ids [batch, length]``, ``attention_mask`` and further inputs of the model.
 Prompt = Mapping[str, Tensor]
@@ -221,13 +226,19 @@ class Race:
         prompts: every contestant is called with each of them.
         fixed: by name, variants of contestants that draft in every step; called once per prompt for their
             counters.
-        results: by name.
+        keeps_going: whether a contestant that raises an error leaves the race, and the others go on.
+        results: by name, without those that left.
+        errors: by name, why contestants left.
+        turns: number of prompts that all contestants have continued.
     """
 
     contestants: Mapping[str, Callable[..., Any]]
     prompts: Sequence[Prompt]
     fixed: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    keeps_going: bool = False
     results: dict[str, Series] = field(init=False)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    turns: int = 0
 
     def __post_init__(self) -> None:
         self.results = {name: Series(name) for name in self.contestants}
@@ -238,8 +249,22 @@ class Race:
 
     def warm_up(self) -> None:
         """Call each contestant once."""
-        for run in self.contestants.values():
-            run(self.prompts[0])
+        for name, run in self.contestants.items():
+            with self._may_leave(name):
+                run(self.prompts[0])
+
+    @contextmanager
+    def _may_leave(self, name: str) -> Iterator[None]:
+        """Let a contestant whose call raises an error leave the race, if it keeps going."""
+        try:
+            yield
+        except Exception as error:
+            if not self.keeps_going:
+                raise
+            _log.info("%s failed and is measured no more", name, exc_info=True)
+            del self.results[name]
+            # The traceback would keep the tensors of the call in memory.
+            self.errors[name] = error.with_traceback(None)
 
     def turn(
         self, number: int, repeats: int, streamed: bool, announce: Callable[[str], None]
@@ -251,9 +276,9 @@ class Race:
         prompt = self.prompts[number]
         ids = prompt["input_ids"]
         mask = prompt.get("attention_mask", torch.ones_like(ids)).cpu()
-        outputs, times, peaks = _timed(self.contestants, prompt, repeats, number, announce)
-        for name, output in outputs.items():
-            series = self.results[name]
+        outputs, times, peaks = self._timed(prompt, repeats, number, announce)
+        for name, series in self.results.items():
+            output = outputs[name]
             text = output if isinstance(output, Tensor) else output.sequences
             series.seconds.append(statistics.median(times[name]))
             series.masks.append(mask)
@@ -262,14 +287,45 @@ class Race:
             series.peaks += peaks[name]
             if (stats := getattr(output, "speculation_stats", None)) is not None:
                 series.speculation_stats.append(stats)
-        for name in outputs if streamed else ():
+        self.turns += 1
+        for name in list(self.results) if streamed else ():
             announce(f"{name}, streamed")
-            arrivals = Arrivals(int(mask.sum()))
-            self.contestants[name](prompt, streamer=arrivals)
-            self.results[name].latencies.append(arrivals.latency())
-        for name, run in self.fixed.items():
+            with self._may_leave(name):
+                arrivals = Arrivals(int(mask.sum()))
+                self.contestants[name](prompt, streamer=arrivals)
+                self.results[name].latencies.append(arrivals.latency())
+        for name in [each for each in self.fixed if each in self.results]:
             announce(f"{name}, acceptance")
-            self.results[name].fixed.append(run(prompt).speculation_stats)
+            with self._may_leave(name):
+                self.results[name].fixed.append(self.fixed[name](prompt).speculation_stats)
+
+    def _timed(
+        self, prompt: Prompt, repeats: int, first: int, announce: Callable[[str], None]
+    ) -> tuple[dict[str, Any], dict[str, list[float]], dict[str, list[int]]]:
+        """Run every contestant ``repeats`` times on one prompt: last outputs, seconds, peak bytes."""
+        device = prompt["input_ids"].device
+        outputs: dict[str, Any] = {}
+        peaks: dict[str, list[int]] = {name: [] for name in self.results}
+
+        def call(name: str) -> None:
+            outputs[name] = self.contestants[name](prompt)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        def measure(name: str, run: Call) -> float:
+            announce(name)
+            seconds = math.nan
+            if name not in self.results:  # it left in an earlier repeat
+                return seconds
+            with self._may_leave(name):
+                reset_peak(device)
+                seconds = wall_seconds(name, run)
+                if (peak := peak_bytes(device)) is not None:
+                    peaks[name].append(peak)
+            return seconds
+
+        calls = {name: partial(call, name) for name in self.results}
+        return outputs, take_turns(calls, repeats, measure, first=first), peaks
 
 
 def interleave(
@@ -290,13 +346,21 @@ def interleave(
     return race.results
 
 
-def run_races(races: Sequence[Race], repeats: int = 1, streamed: bool = False) -> None:
+def run_races(races: Sequence[Race], repeats: int = 1, streamed: bool = False) -> bool:
     """Run all races at once: each one's next prompt in turn, after a warm-up call of every contestant.
+
+    A race that has no contestants left ends. Races that keep going keep the turns before an interrupt.
 
     Args:
         repeats: calls per prompt, of which the median time is used.
         streamed: also call each contestant once per prompt with a streamer that records when tokens arrive;
             contestants must then take ``streamer=``.
+
+    Returns:
+        Whether they were interrupted.
+
+    Raises:
+        KeyboardInterrupt: before the end of the first turn, or if not all races keep going.
     """
     numbers = count()
     with tracked("measuring", sum(race.calls(repeats, streamed) for race in races), "call") as work:
@@ -306,39 +370,16 @@ def run_races(races: Sequence[Race], repeats: int = 1, streamed: bool = False) -
 
         for race in races:
             race.warm_up()
-        for number in range(max(len(race.prompts) for race in races)):
-            for race in races:
-                if number < len(race.prompts):
-                    race.turn(number, repeats, streamed, announce)
-
-
-def _timed(
-    contestants: Mapping[str, Callable[..., Any]],
-    prompt: Prompt,
-    repeats: int,
-    first: int,
-    announce: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, list[float]], dict[str, list[int]]]:
-    """Run every contestant ``repeats`` times on one prompt: last outputs, seconds, peak bytes."""
-    device = prompt["input_ids"].device
-    outputs: dict[str, Any] = {}
-    peaks: dict[str, list[int]] = {name: [] for name in contestants}
-
-    def call(name: str) -> None:
-        outputs[name] = contestants[name](prompt)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def measure(name: str, run: Call) -> float:
-        announce(name)
-        reset_peak(device)
-        seconds = wall_seconds(name, run)
-        if (peak := peak_bytes(device)) is not None:
-            peaks[name].append(peak)
-        return seconds
-
-    calls = {name: partial(call, name) for name in contestants}
-    return outputs, take_turns(calls, repeats, measure, first=first), peaks
+        try:
+            for number in range(max(len(race.prompts) for race in races)):
+                for race in races:
+                    if number < len(race.prompts) and race.results:
+                        race.turn(number, repeats, streamed, announce)
+        except KeyboardInterrupt:
+            if not (all(race.keeps_going for race in races) and any(race.turns for race in races)):
+                raise
+            return True
+    return False
 
 
 def unique_ngram_fraction(texts: Sequence[Sequence[Hashable]], n: int = 4) -> float:

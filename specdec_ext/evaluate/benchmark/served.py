@@ -122,6 +122,30 @@ class UnansweredError(ValueError):
 _Turns = dict[str, list[Turn]]
 
 
+@dataclass
+class _Cell:
+    """A number of streams and a temperature, and what was measured there.
+
+    Attributes:
+        streams, temperature: the setting.
+        turns: of each contestant that answered the warm-up.
+        errors: by name, why the other contestants did not.
+    """
+
+    streams: int
+    temperature: float
+    turns: _Turns = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self) -> None:
+        """Move contestants that answered nothing to the errors, and forget those without a turn."""
+        self.turns = {name: turns for name, turns in self.turns.items() if turns}
+        for name, error in _first_errors(self.turns).items():
+            if all(reply.error for turn in self.turns[name] for reply in turn.replies):
+                self.errors[name] = error
+                del self.turns[name]
+
+
 def compare_servers(
     servers: Sequence[Server],
     conversations: Sequence[Conversation],
@@ -137,7 +161,9 @@ def compare_servers(
 
     Our own servers also decode without drafts. Other servers can't be asked to: pass one that runs without
     speculation as the first. Before anything is measured, each contestant answers as many questions as there
-    are streams.
+    are streams. A contestant that answers nothing at one number of streams and temperature is named there in
+    ``Report.errors``, and everything else is measured. After an interrupt (Ctrl-C), the reports have the
+    turns before it.
 
     Args:
         servers: those that are compared, not connected yet.
@@ -170,6 +196,7 @@ def compare_servers(
         temperatures=temperatures,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
+        keep_going=True,
     )
     remarks = remarks_on(servers, cut)
     if plain is None:
@@ -191,6 +218,7 @@ def compare_contestants(
     temperatures: Sequence[float],
     max_new_tokens: int,
     repeats: int,
+    keep_going: bool = False,
 ) -> list[Report]:
     """A report for each number of streams and temperature, all of which are measured in turn.
 
@@ -199,17 +227,24 @@ def compare_contestants(
         asked: what each of them answers in each turn.
         plain: name of the contestant that is known to decode without drafts; None if there is none.
         streams, temperatures, max_new_tokens, repeats: as for :func:`compare_servers`.
+        keep_going: whether contestants that answer nothing are named in the report, and an interrupt ends the
+            turns; otherwise, both are raised.
 
     Raises:
         UnansweredError: if no question was answered by all contestants.
     """
     servers = list(dict.fromkeys(each.server for each in contestants.values()))
-    cells = list(product(streams, temperatures))
-    measured = _measured(contestants, asked, cells, max_new_tokens, repeats)
+    cells = [_Cell(*each) for each in product(streams, temperatures)]
+    is_interrupted = _measure(cells, contestants, asked, max_new_tokens, repeats, keep_going)
+    if is_interrupted and not any(turns for cell in cells for turns in cell.turns.values()):
+        raise KeyboardInterrupt
     reports, lost = [], []
     failing: set[str] = set()
     reference: ServedSeries | None = None  # greedy texts do not depend on the number of streams
-    for (number, temperature), turns in zip(cells, measured, strict=True):
+    for cell in cells:
+        if keep_going:
+            cell.leave_out()
+        number, temperature, turns = cell.streams, cell.temperature, cell.turns
         settings = {
             "streams": number,
             "prompts": len(asked),
@@ -220,7 +255,11 @@ def compare_contestants(
         }
         places = _answered(turns)
         if not places:
-            errors = _first_errors(turns)
+            errors = cell.errors | _first_errors(turns)
+            if not errors:  # interrupted before the first turn
+                continue
+            if keep_going:
+                reports.append(_report(settings, {}, asked, errors))
             failing |= errors.keys()
             lost.append(
                 f"streams {number}, temperature {temperature:g}: no prompt was answered by all contestants. "
@@ -228,17 +267,18 @@ def compare_contestants(
             )
             continue
         series = {name: _of_turns(name, each, places, number) for name, each in turns.items()}
-        report = _report(settings, series, asked, plain)
+        report = _report(settings, series, asked, cell.errors, plain)
+        if is_interrupted:
+            done = min(len(each) for each in turns.values())
+            report.interrupt(f"after {done} of {counted(repeats, 'turn')}")
         if not temperature:
             reference = reference or series[report.baseline]
             _compare(report, series, reference, asked)
         elif all(server.is_ours for server in servers):
             _compare(report, series, series[report.baseline], asked)
         reports.append(report)
-    if not reports:
+    if not any(report.series for report in reports):
         raise UnansweredError("; ".join(lost), failing)
-    for report in reports:
-        report.remarks = [*lost, *report.remarks]
     return reports
 
 
@@ -272,11 +312,15 @@ def _report(
     settings: dict[str, Any],
     series: Mapping[str, ServedSeries],
     asked: Sequence[Question],
-    plain: str | None,
+    errors: dict[str, str],
+    plain: str | None = None,
 ) -> Report:
-    baseline = plain or next(iter(series))
+    plain = plain if plain in series else None
+    baseline = plain or next(iter(series), "")
     machine = f"client: {machine_line(torch.device('cpu'))}"
-    report = Report(machine, settings, dict(series), baseline, plain)
+    report = Report(machine, settings, dict(series), baseline, plain, errors=errors)
+    if not series:
+        return report
     report.remarks += _findings(series, settings)
     if any(each.category for each in asked):
         report.categories = [asked[place].category for place in series[baseline].places]
@@ -308,18 +352,19 @@ def _contestants(
     return made, plain
 
 
-def _measured(
+def _measure(
+    cells: Sequence[_Cell],
     contestants: Mapping[str, ServedContestant],
     asked: Sequence[Question],
-    cells: Sequence[tuple[int, float]],
     max_new_tokens: int,
     repeats: int,
-) -> list[_Turns]:
-    """The turns of all contestants in each of the cells: (streams, temperature)."""
-    turns: list[_Turns] = [{name: [] for name in contestants} for _ in cells]
+    keep_going: bool,
+) -> bool:
+    """Let all contestants take turns in all cells, and return whether they were interrupted."""
     calls: dict[str, Call] = {}
     places: dict[str, list[Turn]] = {}
-    for (streams, temperature), found in zip(cells, turns, strict=True):
+    for cell in cells:
+        streams, temperature = cell.streams, cell.temperature
         for name, each in contestants.items():
             call = partial(
                 each.turn, streams=streams, max_tokens=max_new_tokens, temperature=temperature
@@ -327,24 +372,35 @@ def _measured(
             warmed_up = call(asked[:streams])
             if all(reply.error for reply in warmed_up.replies):
                 errors = _first_errors({name: [warmed_up]})
-                raise UnansweredError(f"no request succeeds. {_listed(errors)}", errors)
+                if not keep_going:
+                    raise UnansweredError(f"no request succeeds. {_listed(errors)}", errors)
+                cell.errors |= errors
+                continue
             full = f"{name}, {counted(streams, 'stream')}, temperature {temperature:g}"
-            calls[full], places[full] = partial(call, asked), found[name]
+            calls[full] = partial(call, asked)
+            places[full] = cell.turns[name] = []
+    if not calls:
+        return False
     with tracked("measuring", len(calls) * repeats, "turn") as work:
 
         def measure(name: str, call: Call) -> None:
             places[name].append(call())
             work.advance(note=name)
 
-        for repeat in range(repeats):
-            # The order rotates, so that no contestant is always the first.
-            take_turns(calls, 1, measure, first=repeat)
-    return turns
+        try:
+            for repeat in range(repeats):
+                # The order rotates, so that no contestant is always the first.
+                take_turns(calls, 1, measure, first=repeat)
+        except KeyboardInterrupt:
+            if not keep_going:
+                raise
+            return True
+    return False
 
 
 def _answered(turns: _Turns) -> list[int]:
     """The numbers of the questions that every contestant has answered in at least one turn."""
-    numbers = range(len(next(iter(turns.values()))[0].replies))
+    numbers = range(len(next(iter(turns.values()))[0].replies)) if turns else ()
     return [
         place
         for place in numbers
@@ -456,6 +512,11 @@ def remarks_on(servers: Sequence[Server], cut: Sequence[str]) -> list[str]:
     form = "chat completions" if servers[0].endpoint == CHAT else "completions"
     remarks = [f"requests are {form}"]
     for server in servers:
+        if server.counts_events:
+            remarks.append(
+                f"{server.name} counts no tokens in streams; each chunk is taken for one token, because its "
+                "answer to the first prompt has as many tokens as chunks"
+            )
         for name, loss in OPTIONAL.items():
             if loss and name not in server.fields:
                 remarks.append(f"{server.name} refuses {name}: {loss}")

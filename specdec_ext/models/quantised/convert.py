@@ -15,8 +15,15 @@ from transformers.pytorch_utils import Conv1D
 from specdec_ext.display.progress import tracked
 from specdec_ext.models.passes.known_code import is_untouched
 from specdec_ext.models.quantised.linear import QuantisedLinear
-from specdec_ext.models.quantised.rounding import rounded
-from specdec_ext.models.quantised.saved import mark_as_quantised, names_of, replace
+from specdec_ext.models.quantised.rounding import rounded, scales_dtype
+from specdec_ext.models.quantised.saved import (
+    QuantisedConfig,
+    mark_as_quantised,
+    names_of,
+    replace,
+    replace_by_empty,
+    scales_kind,
+)
 from specdec_ext.ops.quantise import CODE_BLOCK
 
 _BITS = {"int8": 8, "int4": 4}
@@ -62,20 +69,16 @@ def quantize(
             can't be quantised: quantised ones, ones with hooks, adapters or offloaded weights, training mode,
             other dtypes or devices, weights that are not finite. Nothing is changed then.
     """
-    bits = _bits("weights", weights)
-    head_bits = None if head is None else _bits("head", head)
-    if group_size is not None and not _is_group_size(group_size):
-        raise ValueError(f"group_size={group_size!r}; expected 32, 64, 128 or another doubling")
-    if isinstance(skip, str):
-        raise ValueError(f"skip={skip!r} is one name; expected a sequence of names")
     _check_model(model)
-    formats = _formats(model, bits, head_bits, skip)
+    formats = _formats(model, weights, group_size, head, skip)
+    for name in formats:
+        if problem := _problem(_linear(model, name)):
+            raise ValueError(f"{name} can't be quantised: {problem}, or name it in skip")
     names, total = names_of(model), sum(_linear(model, each).weight.numel() for each in formats)
     with tracked("quantising", total, "weight") as work:
-        for name, its_bits in formats.items():
+        for name, (bits, groups) in formats.items():
             module = _linear(model, name)
-            groups = group_size if its_bits == bits and group_size else _DEFAULT_GROUPS[its_bits]
-            found = rounded(_matrix(module), its_bits, groups, symmetric)
+            found = rounded(_matrix(module), bits, groups, symmetric)
             layer = QuantisedLinear(found.weight, module.bias, found.error)
             replace(model, names[id(module)], layer)
             work.advance(module.weight.numel())
@@ -83,23 +86,53 @@ def quantize(
     return model
 
 
+def quantize_empty(
+    model: PreTrainedModel,
+    weights: str = "int8",
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    head: str | None = "int8",
+) -> None:
+    """Give a model on the meta device, in place, the layers that :func:`quantize` would give it.
+
+    Raises:
+        ValueError: as :func:`quantize`, for arguments out of range and models without linear layers.
+    """
+    layouts = []
+    for name, (bits, groups) in _formats(model, weights, group_size, head).items():
+        dtype = scales_dtype(_matrix(_linear(model, name)).shape[1], groups, symmetric)
+        kind = scales_kind(dtype, not symmetric)
+        layouts.append(dict(bits=bits, group_size=groups, scales=kind, levels=False, layers=[name]))
+    replace_by_empty(model, QuantisedConfig(layouts=layouts))
+
+
 def _formats(
-    model: PreTrainedModel, bits: int, head_bits: int | None, skip: Sequence[str]
-) -> dict[str, int]:
-    """The linear layers to quantise, by name, and their bits; ``head_bits`` is None to leave the head out."""
-    head = model.get_output_embeddings()
+    model: PreTrainedModel,
+    weights: str,
+    group_size: int | None,
+    head: str | None,
+    skip: Sequence[str] = (),
+) -> dict[str, tuple[int, int | None]]:
+    """The linear layers to quantise, by name, with their bits and group size (None for whole rows)."""
+    bits = _bits("weights", weights)
+    head_bits = None if head is None else _bits("head", head)
+    if group_size is not None and not _is_group_size(group_size):
+        raise ValueError(f"group_size={group_size!r}; expected 32, 64, 128 or another doubling")
+    if isinstance(skip, str):
+        raise ValueError(f"skip={skip!r} is one name; expected a sequence of names")
+    lm_head = model.get_output_embeddings()
     layers = {name: each for name, each in model.named_modules() if isinstance(each, _LINEAR)}
     for part in skip:
         if not any(_names(part, name) for name in layers):
             raise ValueError(f"skip names {part!r}, but no linear layer of the model has this name")
     found = {}
     for name, module in layers.items():
-        its_bits = head_bits if module is head else bits
+        its_bits = head_bits if module is lm_head else bits
         if its_bits is None or any(_names(part, name) for part in skip):
             continue
-        if problem := _problem(module):
-            raise ValueError(f"{name} can't be quantised: {problem}, or name it in skip")
-        found[name] = its_bits
+        groups = group_size if its_bits == bits and group_size else _DEFAULT_GROUPS[its_bits]
+        found[name] = its_bits, groups
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no linear layers to quantise"

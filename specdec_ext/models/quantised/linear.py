@@ -61,7 +61,8 @@ class QuantisedLinear(nn.Module):
         Raises:
             RuntimeError: if the layer or the input is not on the CPU, or if gradients are recorded.
         """
-        if not (input.is_cpu and self.codes.is_cpu):
+        # The meta device, which derives shapes only, plans the memory of a model.
+        if not ((input.is_cpu and self.codes.is_cpu) or (input.is_meta and self.codes.is_meta)):
             raise RuntimeError(
                 f"a quantised layer computes on the CPU; it is on {self.codes.device}, and its input on "
                 f"{input.device}. Move the model back with model.to('cpu')"

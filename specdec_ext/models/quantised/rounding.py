@@ -56,7 +56,7 @@ def rounded(
     outs, ins = matrix.shape
     size = min(group_size or ins, ins)
     whole = ins - ins % size
-    stored = torch.bfloat16 if symmetric and size < ins else torch.float32
+    stored = scales_dtype(ins, group_size, symmetric)
     codes = torch.empty(outs, ins, dtype=torch.int8, device=matrix.device)
     scales = torch.empty(outs, -(-ins // size), dtype=torch.float32, device=matrix.device)
     offsets = None if symmetric else torch.empty_like(scales)
@@ -90,6 +90,12 @@ def rounded(
         offsets = None if offsets is None else offsets - 8 * scales
     weight = QuantisedWeight.pack(codes, scales.to(stored), offsets, bits=bits)
     return Rounded(weight, (squared_error / squares) ** 0.5 if squares else 0.0)
+
+
+def scales_dtype(ins: int, group_size: int | None, symmetric: bool) -> torch.dtype:
+    """The dtype in which :func:`rounded` stores the scales of a matrix with this number of inputs."""
+    has_groups = group_size is not None and group_size < ins
+    return torch.bfloat16 if symmetric and has_groups else torch.float32
 
 
 class _Fit:

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from specdec_ext.heads.checkpoints.config.fields import shown
 from specdec_ext.models.quantised.linear import QuantisedLinear
 from specdec_ext.ops.quantise import CODE_BLOCK, QuantisedWeight
 
@@ -49,11 +50,7 @@ class QuantisedConfig(QuantizationConfigMixin):
             if isinstance(module, QuantisedLinear):
                 weight = module.weight
                 size = weight.group_size if weight.group_size < weight.ins else None
-                kind = (
-                    "offsets"
-                    if weight.scales.ndim == 3
-                    else str(weight.scales.dtype).removeprefix("torch.")
-                )
+                kind = scales_kind(weight.scales.dtype, weight.scales.ndim == 3)
                 layout = (weight.bits, size, kind, weight.levels is not None)
                 layouts.setdefault(layout, []).append(name)
         return cls(
@@ -74,10 +71,13 @@ class QuantisedConfig(QuantizationConfigMixin):
                 f"{where}.version is {self.version!r}; this version of specdec_ext reads {VERSION}. Quantise "
                 "the model again"
             )
+        if not isinstance(self.layouts, list):
+            raise ValueError(f"{where}.layouts is {shown(self.layouts)}; expected a list")
         for layout in self.layouts:
-            size = layout.get("group_size")
+            size = layout.get("group_size") if isinstance(layout, dict) else None
             known = (
-                layout.get("bits") in (8, 4)
+                isinstance(layout, dict)
+                and layout.get("bits") in (8, 4)
                 and (size is None or (isinstance(size, int) and size > 0))
                 and layout.get("scales") in _SCALES
                 and layout.get("levels") in (False, layout.get("bits") == 4)
@@ -85,7 +85,7 @@ class QuantisedConfig(QuantizationConfigMixin):
             )
             if not known:
                 raise ValueError(
-                    f"{where}.layouts has {layout}; expected bits 8 or 4, a group_size, scales "
+                    f"{where}.layouts has {shown(layout)}; expected bits 8 or 4, a group_size, scales "
                     f"{', '.join(_SCALES)}, levels false or, for 4 bits, true, and layers"
                 )
 
@@ -98,15 +98,8 @@ class Quantiser(HfQuantizer):
     quantization_config: QuantisedConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        self.quantization_config.check()
-        self._expected = {}
-        names = names_of(model)
-        for layout in self.quantization_config.layouts:
-            for name in layout["layers"]:
-                module = _linear(model, name)
-                layer = _empty(module, layout)
-                self._expected[name] = _shapes(layer)
-                replace(model, names[id(module)], layer)
+        layers = replace_by_empty(model, self.quantization_config)
+        self._expected = {name: _shapes(layer) for name, layer in layers.items()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         """Compare shapes, as some versions of transformers do not for quantised layers."""
@@ -124,6 +117,27 @@ class Quantiser(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def replace_by_empty(model: PreTrainedModel, config: QuantisedConfig) -> dict[str, QuantisedLinear]:
+    """Replace the layers of a config by those whose tensors are on the meta device, and return them by name.
+
+    Raises:
+        ValueError: if the config is not one that this package writes, or belongs to another model.
+    """
+    config.check()
+    names, layers = names_of(model), {}
+    for layout in config.layouts:
+        for name in layout["layers"]:
+            module = _linear(model, name)
+            layers[name] = _empty(module, layout)
+            replace(model, names[id(module)], layers[name])
+    return layers
+
+
+def scales_kind(dtype: torch.dtype, offsets: bool) -> str:
+    """What a layout calls the scales of this dtype, with offsets or without."""
+    return "offsets" if offsets else str(dtype).removeprefix("torch.")
 
 
 def mark_as_quantised(model: PreTrainedModel) -> None:

@@ -40,10 +40,10 @@ class HeadMemory:
     weights_dtype: torch.dtype | None = None
 
     def check(self, source: str) -> None:
-        """Refuse a head of another width than the target's.
+        """Refuse a head that does not fit to the target.
 
         Raises:
-            ValueError: the message names both widths.
+            ValueError: the target has another width, or codes in place of an output matrix that is shared.
         """
         config, hidden = self.config, self.target.config.hidden_size
         width = config.hidden_size
@@ -53,6 +53,11 @@ class HeadMemory:
             raise ValueError(
                 f"{source} reads hidden states of width {width}, but those of {self.target.source} have "
                 f"{hidden}; pass a head of this target"
+            )
+        if "lm_head" in self._used and not self.target.has_plain_lm_head:
+            raise ValueError(
+                f"{source} has no lm_head of its own, and that of {self.target.source} is quantised; leave "
+                "the lm_head as it is (quantize(..., head=None)), or use a head with its own"
             )
 
     @property

@@ -8,6 +8,7 @@ transformers knows is planned by its own code, not by formulas.
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ from specdec_ext.models import Support, supports
 from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.compat import cache_argument
 from specdec_ext.planning.sizes.configs import ConfigFile
-from specdec_ext.planning.sizes.formats import WeightFormat, weight_format
+from specdec_ext.planning.sizes.formats import OwnFormat, WeightFormat, weight_format
 from specdec_ext.planning.sizes.live_bytes import LiveBytes
 from specdec_ext.pretrained import vocab_size
 
@@ -38,14 +39,12 @@ class Weights:
         lm_head: of the output matrix; 0 if it is the embedding.
         rest: of everything else.
         unpacked: of the largest matrix in the model's dtype, if matrices are unpacked for a product; else 0.
-        parameters: number of parameters.
     """
 
     embedding: int
     lm_head: int
     rest: int
     unpacked: int
-    parameters: int
 
     @property
     def total(self) -> int:
@@ -78,20 +77,30 @@ class LanguageModel:
         quantised: format of its matrices; None if they are in ``dtype``.
         source: its name in messages.
 
+    Attributes:
+        parameters: number of parameters, before they are quantised.
+
     Raises:
-        ValueError: for an architecture whose memory can't be planned; the message has the reason.
+        ValueError: for an architecture whose memory can't be planned, or layers that do not fit to
+            ``quantised``; the message has the reason.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
         dtype: torch.dtype,
-        quantised: WeightFormat | None = None,
+        quantised: WeightFormat | OwnFormat | None = None,
         source: str = "the model",
     ):
         self.source, self.dtype, self.quantised = source, dtype, quantised
         self._config = config
         self._model = _on_meta(config, dtype, source)
+        self.parameters = sum(each.numel() for each in self._model.parameters())
+        if isinstance(quantised, OwnFormat):
+            try:
+                quantised.install(self._model)
+            except ValueError as error:
+                raise ValueError(f"{source}: {error}") from error
         self.config: Any = self._model.config.get_text_config(decoder=True)
         self.support: Support = supports(self._model)
         if not self.support.by_slots:
@@ -102,13 +111,16 @@ class LanguageModel:
         self.run = lru_cache(maxsize=None)(self._run)
 
     @classmethod
-    def of(cls, file: ConfigFile, dtype: torch.dtype | str, quantisation: str) -> LanguageModel:
+    def of(
+        cls, file: ConfigFile, dtype: torch.dtype | str, quantisation: str, device: str
+    ) -> LanguageModel:
         """The model of a config.json.
 
         Args:
             file: the config.
             dtype: dtype of weights and activations; "auto" for that of the config.
             quantisation: one of ``formats.NAMES``.
+            device: "cpu" or "cuda".
         """
         try:
             config = AutoConfig.from_pretrained(file.path)
@@ -121,7 +133,7 @@ class LanguageModel:
                 raise ValueError(f"dtype is {dtype!r}; expected a torch.dtype, or 'auto'")
             recorded = getattr(config.get_text_config(decoder=True), "dtype", None)
             dtype = recorded if isinstance(recorded, torch.dtype) else USUAL_DTYPE
-        quantised = weight_format(quantisation, file.values, file.source)
+        quantised = weight_format(quantisation, file.values, file.source, device)
         return cls(config, dtype, quantised, file.source)
 
     @property
@@ -136,30 +148,40 @@ class LanguageModel:
     @cached_property
     def weights(self) -> Weights:
         """Bytes of the weights; a shared weight counts once."""
-        ends = [self._model.get_input_embeddings(), self._model.get_output_embeddings()]
-        embedding, lm_head = (getattr(module, "weight", None) for module in ends)
+        embedding, lm_head = (
+            _matrices(module)
+            for module in (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        )
         counted: dict[int, int] = {}
-        largest = parameters = 0
+        largest = 0
         for name, module in self._model.named_modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is None or id(tensor) in counted:
                     continue
                 counted[id(tensor)] = tensor.nbytes
-                parameters += isinstance(tensor, nn.Parameter) * tensor.numel()
-                if self._quantises(name, module, tensor) and tensor is not lm_head:
-                    assert self.quantised is not None
-                    counted[id(tensor)] = round(tensor.numel() * self.quantised.bits / 8)
+                bits = self._bits(name, module, tensor)
+                if bits is not None and id(tensor) not in lm_head:
+                    counted[id(tensor)] = round(tensor.numel() * bits / 8)
                     largest = max(largest, tensor[0].nbytes if tensor.ndim > 2 else tensor.nbytes)
-        of_embedding = counted.get(id(embedding), 0)
-        of_lm_head = 0 if lm_head is embedding else counted.get(id(lm_head), 0)
-        unpacks = self.quantised is not None and self.quantised.unpacks
+        of_embedding = sum(counted[each] for each in embedding)
+        of_lm_head = sum(counted[each] for each in lm_head - embedding)
+        unpacks = isinstance(self.quantised, WeightFormat) and self.quantised.unpacks
         rest = sum(counted.values()) - of_embedding - of_lm_head
-        return Weights(of_embedding, of_lm_head, rest, largest * unpacks, parameters)
+        return Weights(of_embedding, of_lm_head, rest, largest * unpacks)
 
-    def _quantises(self, name: str, module: nn.Module, tensor: torch.Tensor) -> bool:
-        if self.quantised is None or not isinstance(tensor, nn.Parameter) or tensor.ndim < 2:
-            return False
-        return not isinstance(module, nn.Embedding) and not self.quantised.keeps(name)
+    @property
+    def has_plain_lm_head(self) -> bool:
+        """Whether the output matrix is one of numbers, which a draft head can share, and not of codes."""
+        weight = getattr(self._model.get_output_embeddings(), "weight", None)
+        return isinstance(weight, torch.Tensor)
+
+    def _bits(self, name: str, module: nn.Module, tensor: torch.Tensor) -> float | None:
+        """Bits per weight of a tensor of which the format tells no more; None if it is as in the model."""
+        found = self.quantised
+        if not isinstance(found, WeightFormat) or found.keeps(name):
+            return None
+        is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
+        return found.bits if is_matrix and not isinstance(module, nn.Embedding) else None
 
     def _run(self, rows: int, tokens: int, whole: bool = False) -> PassBytes:
         """Run a pass from an empty cache; results are kept.
@@ -217,7 +239,17 @@ class LanguageModel:
         return 2 * rows * self.run(1, 8).states
 
 
+def _matrices(module: nn.Module | None) -> set[int]:
+    """The ids of the tensors of a module that stand for its matrix: the weight, or codes with scales."""
+    if module is None:
+        return set()
+    weight = getattr(module, "weight", None)
+    tensors = [weight] if isinstance(weight, torch.Tensor) else [*module.buffers()]
+    return {id(each) for each in tensors}
+
+
 def _on_meta(config: PreTrainedConfig, dtype: torch.dtype, source: str) -> PreTrainedModel:
+    config = deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # the model is built as it is before it is quantised
     build: Any = AutoModelForCausalLM.from_config
