@@ -132,7 +132,7 @@ def _reference(lock: Path) -> Reference:
         raise ValueError(
             f"--lock {lock} has no acceptance, because its pair was not measured; specdec rollout measures it"
         )
-    return Reference(known.reached_per_position, known.accepted_per_position)
+    return Reference(known.reached, known.accepted_per_position)
 
 
 @contextmanager
