@@ -370,21 +370,37 @@ class PairLock(Summarised):
         Raises:
             ValueError, OSError: as :meth:`of`.
         """
-        found: list[str] = []
-        if target is not None:
-            found += self.target.differences(_files_of_target(target), "target")
         files, kind = _files_of_draft(draft, target)
-        if None not in (kind, self.drafter) and kind != self.drafter:
-            found.append(f"the drafter is {kind}, not {self.drafter}")
-        if self.draft is not None and files is not None:
-            found += self.draft.differences(files, "draft")
+        of_target = None if target is None else _files_of_target(target)
+        return list(self._differences(of_target, files, kind, speculation))
+
+    def differences_from(self, other: PairLock) -> list[str]:
+        """A sentence for each difference between this lock and another one, such as that of a server.
+
+        The reference, the sampling and the versions may differ.
+        """
+        return list(self._differences(other.target, other.draft, other.drafter, other.speculation))
+
+    def _differences(
+        self,
+        target: LockedFiles | None,
+        draft: LockedFiles | None,
+        drafter: str | None,
+        speculation: str | None,
+    ) -> Iterator[str]:
+        """The differences from what was found; None, but for a draft, does not compare."""
+        if target is not None:
+            yield from self.target.differences(target, "target")
+        if None not in (drafter, self.drafter) and drafter != self.drafter:
+            yield f"the drafter is {drafter}, not {self.drafter}"
+        if self.draft is not None and draft is not None:
+            yield from self.draft.differences(draft, "draft")
         elif self.draft is not None:
-            found.append(f"there is no draft with files, such as {self.draft.described}")
-        elif files is not None:
-            found.append(f"draft {files.described} is not part of the lock")
+            yield f"there is no draft with files, such as {self.draft.described}"
+        elif draft is not None:
+            yield f"draft {draft.described} is not part of the lock"
         if speculation not in (None, self.speculation):
-            found.append(f"speculation is {speculation}, not {self.speculation}")
-        return found
+            yield f"speculation is {speculation}, not {self.speculation}"
 
     def verify(
         self, target: Target | None, draft: Draft = "auto", speculation: str | None = None

@@ -68,6 +68,7 @@ class Service:
         self.texts = Texts(self.tokenizer)
         self.template = response_template(model, self.tokenizer)
         self._pair: dict[str, Any] | None = None
+        self._hashing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "specdec-tokenizer")
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
@@ -76,14 +77,15 @@ class Service:
 
     async def pair(self) -> dict[str, Any]:
         """The lock of target and draft as JSON; files are hashed at the first call."""
-        if self._pair is None:
-            try:
-                if self.settings.pair is None:
-                    raise ValueError("the server was made without the places of their files")
-                self._pair = (await asyncio.to_thread(self.settings.pair)).record()
-            except (OSError, ValueError) as error:
-                raise ApiError(404, f"target and draft have no lock: {error}") from error
-        return self._pair
+        async with self._hashing:  # a client that asks again while they are hashed waits, too
+            if self._pair is None:
+                try:
+                    if self.settings.pair is None:
+                        raise ValueError("the server was made without the places of their files")
+                    self._pair = (await asyncio.to_thread(self.settings.pair)).record()
+                except (OSError, ValueError) as error:
+                    raise ApiError(404, f"target and draft have no lock: {error}") from error
+            return self._pair
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""
