@@ -95,7 +95,7 @@ def rollout(
     ] = 0.0,
     repeats: Annotated[
         int, typer.Option(min=1, help="Turns of each of the two in a stage, over all prompts.")
-    ] = 3,
+    ] = 5,
     out: Annotated[
         list[Path] | None,
         typer.Option(
