@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -19,9 +18,6 @@ from specdec_ext.cli.shared.common import (
     user_errors,
 )
 from specdec_ext.cli.shared.engine import (
-    MAX_BODY_BYTES,
-    MAX_ROWS,
-    PREFIX_TOKENS,
     ChatTemplateOption,
     MaxLengthOption,
     MaxRowsOption,
@@ -39,6 +35,7 @@ from specdec_ext.cli.shared.sampling import (
     TopPOption,
     sampling_kwargs,
 )
+from specdec_ext.defaults import MAX_BODY_BYTES, MAX_ROWS, PREFIX_TOKENS
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.outputs import writable_file
 
@@ -97,7 +94,7 @@ def batch(
     from specdec_ext.serve.service import Settings
 
     template = read_template(chat_template)
-    target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+    target, tokenizer = load_target(model, dtype, device)
     settings = Settings(
         model_name=served_model_name or model,
         chat_template=template,

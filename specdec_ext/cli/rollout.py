@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -30,6 +29,7 @@ from specdec_ext.cli.shared.workload import (
     TurnsOption,
     conversations_of,
 )
+from specdec_ext.defaults import BUNDLED
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.extras import require
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from specdec_ext.defaults import MAX_BODY_BYTES
 from specdec_ext.engine import AnyEngine
 from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 from specdec_ext.serve.http.errors import ApiError, shown
@@ -36,7 +37,7 @@ class Settings:
     model_name: str
     chat_template: str | None = None
     api_key: str | None = None
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: int = MAX_BODY_BYTES
     request_timeout: float = 600.0
     reference: ReferenceAcceptance | None = None
     pair: Callable[[], PairLock] | None = None
