@@ -47,9 +47,9 @@ class FakeServer:
         models: the entries of ``/v1/models``.
         answer: called with the body of a request; returns the events of a stream, or a status and a body.
         metrics: the page ``/metrics``; None for status 404.
-        pair: what ``/pair`` answers, or a status and a body; None for status 404.
         bodies: of all requests so far, with the path as ``path`` and the key as ``key``.
         most_at_once: most requests that were answered at the same time.
+        pair: what ``/pair`` answers, or a status and a body; None for status 404.
     """
 
     def __init__(self, url: str):
@@ -57,10 +57,10 @@ class FakeServer:
         self.models: Any = [{"id": "fake"}]
         self.answer: Callable[[dict[str, Any]], Any] = lambda body: completion("a", "b")
         self.metrics: str | None = None
-        self.pair: Any = None
         self.bodies: list[dict[str, Any]] = []
         self.most_at_once = self.running = 0
         self.lock = threading.Lock()
+        self.pair: Any = None
 
 
 @contextmanager
@@ -71,11 +71,11 @@ def fake_server() -> Iterator[FakeServer]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if self.path == "/metrics" and fake.metrics is not None:
-                self.send(200, fake.metrics.encode())
-            elif self.path == "/pair" and fake.pair is not None:
+            if self.path == "/pair" and fake.pair is not None:
                 status, told = fake.pair if isinstance(fake.pair, tuple) else (200, fake.pair)
                 self.send(status, json.dumps(told).encode())
+            elif self.path == "/metrics" and fake.metrics is not None:
+                self.send(200, fake.metrics.encode())
             elif self.path == "/v1/models":
                 self.send(200, json.dumps({"data": fake.models}).encode())
             else:
