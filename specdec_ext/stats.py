@@ -7,9 +7,10 @@ a draft counts as a step, but not as a draft.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import chain, islice, pairwise
+from typing import Literal, TypeVar
 
 from specdec_ext.display import Summarised, Table
 from specdec_ext.report import Report
@@ -20,6 +21,7 @@ ALARM_WINDOW = 100  # drafts
 ALARM_SHARE = 0.02
 # Names of steps in ``SpeculationStats.shapes``. The last two follow the name of the shape.
 PLAIN_STEP, DROPPED, NOTHING_PROPOSED = "plain", ", dropped", ", nothing proposed"
+Count = TypeVar("Count", int, float)
 
 
 @dataclass(repr=False)
@@ -240,6 +242,28 @@ class SpeculationStats(Summarised):
                 self.accepted_per_position, self.reached_per_position, strict=True
             )
         ]
+
+
+def reached_with_one_length(drafts: Count, accepted: Sequence[Count]) -> list[Count]:
+    """Drafts that reached positions 1, 2, ... if all had one length: those accepted up to the one before.
+
+    If some were shorter, fewer reached a position, and its acceptance was higher than these counts say.
+
+    Args:
+        drafts: number of drafts.
+        accepted: for each position, drafts whose tokens up to it were accepted.
+    """
+    return list(islice(chain((drafts,), accepted), len(accepted)))
+
+
+def consistent(drafts: int, reached: Sequence[int], accepted: Sequence[int]) -> bool:
+    """Whether all drafts reach the first position, and of those accepted at one some or all the next."""
+    falling = [drafts, *chain.from_iterable(zip(reached, accepted, strict=False)), 0]
+    return (
+        len(reached) == len(accepted)
+        and all(after <= before for before, after in pairwise(falling))
+        and list(reached[:1]) in ([], [drafts])
+    )
 
 
 class DraftAlarm:

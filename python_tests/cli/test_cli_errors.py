@@ -85,7 +85,7 @@ def test_prompts_that_are_no_text_are_refused(tmp_path):
 
 def test_unknown_keyword_gets_a_suggestion():
     message = sentence("keywords", "foobar")
-    assert "'foobar': no keyword of generate contains that in its name" in message
+    assert "'foobar': no keyword of generate contains that in its name; leave it out" in message
     assert "did you mean 'temperature'?" in sentence("keywords", "temprature")
 
 

@@ -73,6 +73,7 @@ def test_a_lock_is_the_reference(server, tmp_path):
     same = lock(tmp_path, ReferenceAcceptance(2000, 6000, (1600, 1200, 840), 2400, 6000))
     result = run("watch", server.url, "--once", "--lock", same)
     assert result.exit_code == 0 and "3 positions as in the reference" in result.output
+    assert "pair unknown not verifiable: GET /pair: status 404" in words(result.output)
     # The second position is accepted less often than the first, here as in the reference.
     better = lock(tmp_path, ReferenceAcceptance(2000, 6000, (1600, 1500, 1050), 2400, 6000))
     result = run("watch", server.url, "--once", "--lock", better)

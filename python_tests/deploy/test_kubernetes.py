@@ -20,7 +20,7 @@ import yaml
 from helpers.places import ROOT
 
 from specdec_ext.cli import app
-from specdec_ext.rollout.lock import PairLock
+from specdec_ext.rollout.lock import FORMAT, READABLE, PairLock
 from specdec_ext.serve.http.guards import OPEN_PATHS
 
 DEPLOY = ROOT / "deploy"
@@ -187,6 +187,11 @@ def test_a_pair_that_is_not_pinned_is_refused():
         ("no_such_value", 1),
     ):
         assert wrong_values(**{place: value}), place
+    for number in READABLE:  # the chart takes the locks that the server takes
+        assert not wrong_values(
+            lock=LOCK.replace(f'"pair_lock": {FORMAT}', f'"pair_lock": {number}')
+        )
+    assert wrong_values(lock=LOCK.replace(f'"pair_lock": {FORMAT}', f'"pair_lock": {FORMAT + 1}'))
     defaults = {error.path[0] for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(VALUES)}
     assert defaults == {"target", "draft", "lock"}
 

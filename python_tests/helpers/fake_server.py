@@ -51,6 +51,7 @@ class FakeServer:
         metrics: the page ``/metrics``; None for status 404.
         bodies: of all requests so far, with the path as ``path`` and the key as ``key``.
         most_at_once: most requests that were answered at the same time.
+        pair: what ``/pair`` answers, or a status and a body; None for status 404.
     """
 
     def __init__(self, url: str):
@@ -62,6 +63,7 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.most_at_once = self.running = 0
         self.lock = threading.Lock()
+        self.pair: Any = None
 
 
 @contextmanager
@@ -73,7 +75,10 @@ def fake_server() -> Iterator[FakeServer]:
         is_used = False  # whether this connection has served a request
 
         def do_GET(self) -> None:
-            if self.path == "/metrics" and fake.metrics is not None:
+            if self.path == "/pair" and fake.pair is not None:
+                status, told = fake.pair if isinstance(fake.pair, tuple) else (200, fake.pair)
+                self.send(status, json.dumps(told).encode())
+            elif self.path == "/metrics" and fake.metrics is not None:
                 self.send(200, fake.metrics.encode())
             elif self.path == "/v1/models" and isinstance(fake.models, tuple):
                 self.send(*fake.models)

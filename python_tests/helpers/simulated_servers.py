@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -85,27 +86,42 @@ class Simulated:
         if number in self.fails:
             reply.error, reply.ended = "the stream ended before the text did", 1.0
             return reply
-        of_prompt = np.random.default_rng(number)
-        chance = of_prompt.beta(20 * self.acceptance, 20 - 20 * self.acceptance)
+        accepted, stats = _drafted(number, self.acceptance, self.length, tokens)
         pace *= self._noise.lognormal(0, 0.03)
-        now, written = 0.1 * pace, 1
-        reply.arrivals = [(now, 1)]
-        stats = SpeculationStats(drafter="server", accepted_per_position=[0] * self.length)
-        while written < tokens:
-            most = min(self.length, tokens - written - 1)
-            accepted = int(np.cumprod(of_prompt.random(self.length) < chance)[:most].sum())
-            cost = 1 + self.draft_cost * self.length
-            slow = 3.0 if self._noise.random() < self.hiccups else 1.0
-            now += PLAIN_STEP * cost * pace * slow * self._noise.lognormal(0, 0.04)
-            written += 1 + accepted
-            reply.arrivals.append((now, 1 + accepted))
-            stats.drafts += 1
-            stats.draft_tokens += self.length
-            stats.accepted_tokens += accepted
-            for position in range(accepted):
-                stats.accepted_per_position[position] += 1
-        reply.events, reply.ended, reply.stats = [1] * len(reply.arrivals), now, stats
+        slow = np.where(self._noise.random(len(accepted)) < self.hiccups, 3.0, 1.0)
+        steps = slow * self._noise.lognormal(0, 0.04, len(accepted))
+        cost = PLAIN_STEP * (1 + self.draft_cost * self.length)
+        times = pace * (0.1 + cost * np.cumsum(steps))
+        reply.arrivals = [(0.1 * pace, 1)]
+        reply.arrivals += [
+            (float(now), 1 + count) for now, count in zip(times, accepted, strict=True)
+        ]
+        reply.events, reply.ended = [1] * len(reply.arrivals), reply.arrivals[-1][0]
+        reply.stats = stats
         return reply
+
+
+@cache
+def _drafted(
+    number: int, acceptance: float, length: int, tokens: int
+) -> tuple[list[int], SpeculationStats]:
+    """The accepted tokens of each draft for a text, which are the same in every turn, and their counts."""
+    of_prompt = np.random.default_rng(number)
+    chance = of_prompt.beta(20 * acceptance, 20 - 20 * acceptance)
+    found, written = [], 1
+    while written < tokens:
+        most = min(length, tokens - written - 1)
+        found.append(int(np.cumprod(of_prompt.random(length) < chance)[:most].sum()))
+        written += 1 + found[-1]
+    up_to = [sum(count >= position for count in found) for position in range(1, length + 1)]
+    stats = SpeculationStats(
+        drafter="server",
+        drafts=len(found),
+        draft_tokens=length * len(found),
+        accepted_tokens=sum(found),
+        accepted_per_position=up_to,
+    )
+    return found, stats
 
 
 def plain(seed: int, **options: Any) -> Simulated:

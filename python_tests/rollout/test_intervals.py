@@ -29,6 +29,7 @@ def series(name, requests, stats=True, counts=True):
                 )
             replies.append(reply)
         made.replies.append(replies)
+        made.turns.append(list(range(len(replies))))
         made.seconds.append(replies[0].seconds)
         made.new_tokens.append(replies[0].tokens)
         made.speculation_stats += [reply.stats for reply in replies if reply.stats]
@@ -56,10 +57,11 @@ def random_series(name, seed, prompts=12, scale=1.0, **options):
 def test_percentiles_are_those_of_numpy_on_the_prompts_that_were_drawn(share, metric):
     made = random_series("candidate", 1)
     values, owners = intervals._samples(metric, made)
+    assert set(owners) == set(range(24))  # 12 prompts in 2 turns
     statistic = intervals._percentile_of(values, owners, share / 100)
-    draws = np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), size=20)
+    draws = np.random.default_rng(0).multinomial(24, np.full(24, 1 / 24), size=20)
     for counts, found in zip(draws, statistic(draws), strict=True):
-        drawn = [values[owners == prompt] for prompt in np.repeat(np.arange(12), counts)]
+        drawn = [values[owners == cell] for cell in np.repeat(np.arange(24), counts)]
         assert found == pytest.approx(np.percentile(np.concatenate(drawn), share))
 
 
@@ -77,6 +79,43 @@ def test_one_slow_prompt_widens_the_interval_as_a_whole():
     requests[3] = [[(0.05, 1)] * 20]
     found = intervals.percentile("itl", 90, series("candidate", requests))
     assert (found.low, found.high) == (pytest.approx(10), pytest.approx(50))
+
+
+def in_turns(name, paces, prompts=9):
+    """A series whose tokens come after so many seconds in each turn."""
+    return series(name, [[[(pace, 1)] * 20 for pace in paces] for _ in range(prompts)])
+
+
+def test_a_slow_turn_widens_the_interval_and_one_that_is_slow_for_both_does_not():
+    """Prompts are alike, so that only turns differ: the limits are the slowest and the fastest one."""
+    changing, steady = in_turns("candidate", (0.01, 0.02, 0.04)), in_turns("baseline", (0.01,) * 3)
+    found = intervals.percentile("itl", 50, changing, steady)
+    assert [found.low, found.high] == pytest.approx([1, 4])
+    found = intervals.speedup(changing, steady)
+    assert [found.low, found.high] == pytest.approx(
+        [0.3 / 0.9, 1]
+    )  # 0.1 s are before the first token
+    both = intervals.percentile("itl", 50, changing, in_turns("baseline", (0.02, 0.04, 0.08)))
+    assert [both.low, both.high] == pytest.approx([0.5, 0.5])
+
+
+def test_a_single_turn_says_nothing_about_others():
+    found = intervals.speedup(in_turns("candidate", (0.01,)), in_turns("baseline", (0.02,)))
+    assert found.low == pytest.approx(found.high) and found.high == pytest.approx(5 / 3)
+
+
+def test_turns_in_which_all_requests_failed_are_left_out():
+    changing = in_turns("candidate", (0.01, 0.02, 0.04))
+    for replies, turns in zip(changing.replies, changing.turns, strict=True):
+        del replies[2], turns[2]
+    changing.speculation_stats = [reply.stats for replies in changing.replies for reply in replies]
+    steady = in_turns("baseline", (0.01,) * 3)
+    for found in (
+        intervals.speedup(changing, steady),
+        intervals.percentile("itl", 50, changing, steady),
+        intervals.acceptance(changing, steady),
+    ):
+        assert 0 < found.low <= found.value <= found.high < 10, found
 
 
 def test_acceptance_is_the_ratio_of_the_sums():

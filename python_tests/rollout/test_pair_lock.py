@@ -17,7 +17,7 @@ from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 
 TARGET = assets.FOLDER / "tiny-python-target"
 HEAD = assets.FOLDER / "tiny-python-head"
-REFERENCE = ReferenceAcceptance(100, 500, (70, 50, 20), 120, 260)
+REFERENCE = ReferenceAcceptance(100, 500, (70, 50, 20), 120, 260, (100, 60, 40))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,9 @@ def test_a_lock_is_the_same_after_saving_and_loading(model, tmp_path):
     assert list(lock.target.files) == ["config.json", "model.safetensors"]
     assert lock.drafter == "NgramDrafter + HeadDrafter"
     assert lock.versions["torch"] == torch.__version__
-    assert "acceptance length 2.40" in str(lock) and "70%" in lock.explain()
+    assert "acceptance length 2.40" in str(lock)
+    rows = [line.split() for line in lock.explain().splitlines()]
+    assert ["2", "60", "50", "83%", "50%"] in rows  # 50 of the 60 drafts that had a second token
 
 
 def test_hashes_are_those_of_sha256sum(tmp_path):
@@ -81,6 +83,27 @@ def test_reference_of_a_call_is_what_its_statistics_say(model):
     assert found.emitted_per_step == stats.emitted_per_step
     shares = stats.acceptance_per_position
     assert found.acceptance_per_position == [share for share in shares if share]
+    positions = len(found.accepted_per_position)
+    assert list(found.reached) == stats.reached_per_position[:positions]
+    given = [share for share in stats.conditional_acceptance if share]
+    assert given == [
+        accepted / reached
+        for accepted, reached in zip(found.accepted_per_position, found.reached, strict=True)
+    ]
+
+
+def test_a_lock_of_format_1_is_read_without_the_counts_that_it_lacks(model, tmp_path):
+    path = PairLock.of(model, "auto", reference=REFERENCE).save(tmp_path / "pair.lock")
+    record = json.loads(path.read_text())
+    record["pair_lock"] = 1
+    del record["reference"]["reached_per_position"]
+    path.write_text(json.dumps(record))
+    old = PairLock.load(path)
+    assert old.reference.reached_per_position is None
+    assert list(old.reference.reached) == [100, 70, 50]  # as if all drafts had three tokens
+    assert "reached at most" in old.explain()
+    assert PairLock.load(old.save(path)) == old  # saved again, they are still unknown
+    assert old.differences(model, "auto") == []
 
 
 def test_a_reference_without_drafts():
@@ -203,7 +226,7 @@ def changed(*path, to):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (changed("pair_lock", to=2), "pair_lock is 2; expected 1"),
+        (changed("pair_lock", to=3), "pair_lock is 3; expected 2.* of a later version"),
         (changed("pair_lock", to=None), "pair_lock is None"),
         (changed("target", to=[]), r"target is \[\]; expected an object"),
         (changed("target", to=None), "target has 0 files"),
@@ -226,6 +249,12 @@ def changed(*path, to):
         (changed("reference", "accepted_per_position", to=[-1]), "expected counts that never rise"),
         (changed("reference", "accepted_per_position", to=[0.5]), "expected a list of integers"),
         (changed("reference", "accepted_per_position", to=[0] * 5000), "expected counts"),
+        (changed("reference", "reached_per_position", to=[100, 60]), "as many of one as of the"),
+        (changed("reference", "reached_per_position", to=[99, 60, 40]), "counts that never rise"),
+        (changed("reference", "reached_per_position", to=[100, 49, 40]), "counts that never rise"),
+        (changed("reference", "reached_per_position", to=[100, 71, 40]), "counts that never rise"),
+        (changed("reference", "reached_per_position", to="100"), "expected a list of integers"),
+        (changed("reference", "draft_tokens", to=199), "expected counts that never rise"),
         (changed("sampling", "temperature", to=[1]), "'temperature' is"),
         (changed("versions", "torch", to=2), "expected a value of type str"),
     ],

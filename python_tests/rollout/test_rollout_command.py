@@ -74,6 +74,7 @@ def test_a_candidate_that_passes_leaves_a_report_and_a_lock(prompts, tmp_path):
     assert locked.sampling == {"temperature": 0.0, "max_new_tokens": 12, "prompts": 8}
     assert locked.reference.emitted_tokens == 2 * len(TEXTS) * 11
     assert locked.reference.steps >= locked.reference.drafts > 0
+    assert locked.reference.reached_per_position[0] == locked.reference.drafts
     assert found["reference"]["accepted_per_position"] == [*locked.reference.accepted_per_position]
 
 

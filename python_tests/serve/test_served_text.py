@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from itertools import zip_longest
 
 import pytest
 from helpers.serving import (
@@ -261,6 +262,7 @@ def test_usage_of_a_stream(server):
 def test_statistics_of_speculation(server):
     """The names are vLLM's; the numbers agree with each other and are in the last chunk of a stream."""
     given = dict(model=MODEL, prompt=PROMPT, max_tokens=64, temperature=0)
+    before = list(server.engine.stats().reached_per_position)
     answer = server.post("/v1/completions", speculation="fixed", **given).json()
     told = answer["metrics"]["speculative_decoding"]
     histogram = told["acceptance_histogram"]
@@ -269,6 +271,12 @@ def test_statistics_of_speculation(server):
     assert accepted == told["num_accepted_draft_tokens"] > 0
     assert told["draft_acceptance_rate"] == accepted / told["num_draft_tokens"]
     assert told["mean_acceptance_length"] == 1 + accepted / told["num_spec_steps"]
+    # Near the end, drafts are shorter, so not all that could do reach the next position.
+    reached, counts = told["reached_per_position"], server.engine.stats().reached_per_position
+    grown = [now - then for now, then in zip_longest(counts, before, fillvalue=0)]
+    assert reached == grown[: len(reached)] and not any(grown[len(reached) :])
+    assert reached[0] == told["num_spec_steps"]
+    assert sum(reached[1:]) < sum(sum(histogram[i:]) for i in range(1, len(reached)))
     assert "metrics" not in server.post("/v1/completions", speculation="none", **given).json()
     for options in (None, {"include_usage": True}):
         stream = server.client.completions.create(

@@ -1,10 +1,12 @@
 """Verdicts: what each check says, that chance raises no alarm, and that real drops do."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from specdec_ext.rollout.lock import ReferenceAcceptance
 from specdec_ext.serve import names
 from specdec_ext.stats import ALARM_SHARE, ALARM_WINDOW
 from specdec_ext.watch.history import Growth
@@ -176,6 +178,69 @@ def test_a_drop_that_is_tolerated_raises_few_alarms(drafts):
 @pytest.mark.parametrize(("drop", "drafts"), [(0.3, 2000), (0.25, 4000), (0.2, 20000)])
 def test_a_real_drop_is_found(drop, drafts):
     assert alarms(0.75, 0.75 - drop, drafts) > 0.9
+
+
+# --- later positions, with drafts of several lengths ---------------------------------------------------
+
+LENGTHS = (1.0, 1.0, 0.6, 0.6)  # share of the drafts before each position that have a token there
+SHARES = (0.8, 0.75, 0.7, 0.7)  # acceptance of each position, given the one before
+
+
+def counted(rng, shares, drafts, size, lengths=LENGTHS):
+    """Drafts that reach each position, and those accepted there: two arrays ``[size, positions]``.
+
+    Texts have 40 drafts and shares of their own, as for :func:`alarms`.
+    """
+    spread = (1 - 0.17) / 0.17
+    left = np.full((size, drafts // 40), 40)
+    reached, accepted = [], []
+    for share, length in zip(shares, lengths, strict=True):
+        left = rng.binomial(left, length)
+        reached.append(left.sum(axis=1))
+        left = rng.binomial(left, rng.beta(share * spread, (1 - share) * spread, left.shape))
+        accepted.append(left.sum(axis=1))
+    return np.transpose(reached), np.transpose(accepted)
+
+
+def late_alarms(shares_now, drafts, shares=SHARES, lengths=LENGTHS, with_counts=True, size=400):
+    """For each position, the share of windows with an alarm about it.
+
+    Args:
+        shares_now, drafts, lengths: acceptance, number and lengths of the drafts in a window.
+        shares: acceptance in the reference, which has 4000 drafts.
+        with_counts: whether the lock tells the drafts that reached each position, as those of format 1 don't.
+    """
+    rng = np.random.default_rng(0)
+    then = counted(rng, shares, 4000, size)
+    now = counted(rng, shares_now, drafts, size, lengths)
+    raised = np.zeros(len(shares))
+    for *known, reached, accepted in zip(*then, *now, strict=True):
+        known_reached, known_accepted = (tuple(map(int, each)) for each in known)
+        lock = ReferenceAcceptance(4000, 16000, known_accepted, 4000, 16000)
+        if with_counts:
+            lock = replace(lock, reached_per_position=known_reached)
+        reference = Reference(lock.reached, lock.accepted_per_position)
+        found = acceptance(growth(tuple(reached), tuple(accepted)), reference)
+        raised += [each.drifts(LIMITS) for each in found]
+    return raised / size
+
+
+@pytest.mark.parametrize("shares", [SHARES, (0.5,) * 4, (0.9,) * 4], ids=str)
+@pytest.mark.parametrize("lengths", [LENGTHS, (1, 1, 1, 1), (1, 0.5, 0.9, 0.3)], ids=str)
+def test_chance_raises_no_alarm_at_any_position(shares, lengths):
+    """Nor do drafts of other lengths than those of the rollout."""
+    raised = late_alarms(shares, 4000, shares, lengths, size=1000)
+    assert raised.sum() <= 1 / 1000
+
+
+@pytest.mark.parametrize("position", [3, 4])
+def test_counts_of_reached_positions_find_a_late_drop_sooner(position):
+    """With them, 8000 drafts are enough; without them, 40 000 are not."""
+    shares = list(SHARES)
+    shares[position - 1] -= 0.35
+    raised = late_alarms(shares, 8000)
+    assert raised[position - 1] > 0.9 and raised.sum() == raised[position - 1]
+    assert late_alarms(shares, 40_000, with_counts=False)[position - 1] < 0.1
 
 
 def test_the_worst_verdict_decides():

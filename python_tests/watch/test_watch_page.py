@@ -42,7 +42,8 @@ def test_alerts_and_checks_are_told():
     groups = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
     alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
     assert {name.strip("`") for name, _ in cells("alert")} == alerts
-    assert [row[0] for row in cells("check")] == ["server", "drafts", "head", "drift", "gain"]
+    checks = ["server", "pair", "drafts", "head", "drift", "gain"]
+    assert [row[0] for row in cells("check")] == checks
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -49,6 +49,15 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(_existing("tiny-python-target"))
 
 
+def target_folder() -> Path:
+    """The folder of the bundled target.
+
+    Raises:
+        FileNotFoundError: it is missing.
+    """
+    return _existing("tiny-python-target")
+
+
 def held_out_prompts() -> list[dict[str, str]]:
     """The bundled prompts in a fixed order, at most 350 tokens each.
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -19,9 +18,6 @@ from specdec_ext.cli.shared.common import (
     user_errors,
 )
 from specdec_ext.cli.shared.engine import (
-    MAX_BODY_BYTES,
-    MAX_ROWS,
-    PREFIX_TOKENS,
     ChatTemplateOption,
     MaxLengthOption,
     MaxRowsOption,
@@ -39,6 +35,7 @@ from specdec_ext.cli.shared.sampling import (
     TopPOption,
     sampling_kwargs,
 )
+from specdec_ext.defaults import BUNDLED, MAX_BODY_BYTES, MAX_ROWS, PREFIX_TOKENS
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.outputs import writable_file
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DRAFTER_HELP,
     DeviceOption,
     DtypeOption,
@@ -33,6 +32,7 @@ from specdec_ext.cli.shared.workload import (
     TurnsOption,
     conversations_of,
 )
+from specdec_ext.defaults import BUNDLED
 from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def bench(
     else:
         from specdec_ext.evaluate import benchmark
 
-        target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+        target, tokenizer = load_target(model, dtype, device)
         with user_errors():
             drafters = _drafters(drafter, shapes, target, tokenizer)
             assistant = None if assisted is None else _assistant(assisted, target, tokenizer)

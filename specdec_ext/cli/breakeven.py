@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DRAFTER_HELP,
     DeviceOption,
     DtypeOption,
@@ -24,6 +23,7 @@ from specdec_ext.cli.shared.common import (
     warn_if_busy,
 )
 from specdec_ext.cli.shared.lists import NUMBER, naturals, numbers
+from specdec_ext.defaults import BUNDLED
 from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import typer
 from specdec_ext.cli.shared.common import user_errors
 from specdec_ext.display import Table
 from specdec_ext.display.console import PlainConsole
+from specdec_ext.display.text import did_you_mean
 from specdec_ext.keyword_table import TABLES
 from specdec_ext.keyword_table import markdown as as_markdown
 
@@ -30,9 +31,11 @@ def keywords(
         for title, keywords in TABLES.items()
     }
     if not any(found.values()):
+        known = [name for keywords in TABLES.values() for name in keywords]
         with user_errors():
             raise ValueError(
-                f"PART {part!r}: no keyword of generate contains that in its name{_close(part)}"
+                f"PART {part!r}: no keyword of generate contains that in its name"
+                + (did_you_mean(part, known) or "; leave it out to see all")
             )
     console = PlainConsole()
     for title, keywords in found.items():
@@ -41,11 +44,3 @@ def keywords(
                 (name, keyword.verdict.value, keyword.note) for name, keyword in keywords.items()
             ]
             console.print(Table(rows, (title, "verdict", "")))
-
-
-def _close(part: str) -> str:
-    from difflib import get_close_matches
-
-    names = [name for keywords in TABLES.values() for name in keywords]
-    close = get_close_matches(part, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "; leave it out to see all"

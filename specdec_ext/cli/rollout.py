@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -30,6 +29,7 @@ from specdec_ext.cli.shared.workload import (
     TurnsOption,
     conversations_of,
 )
+from specdec_ext.defaults import BUNDLED
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.extras import require
 
@@ -95,7 +95,7 @@ def rollout(
     ] = 0.0,
     repeats: Annotated[
         int, typer.Option(min=1, help="Turns of each of the two in a stage, over all prompts.")
-    ] = 3,
+    ] = 5,
     out: Annotated[
         list[Path] | None,
         typer.Option(

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -19,9 +18,6 @@ from specdec_ext.cli.shared.common import (
     user_errors,
 )
 from specdec_ext.cli.shared.engine import (
-    MAX_BODY_BYTES,
-    MAX_ROWS,
-    PREFIX_TOKENS,
     ChatTemplateOption,
     MaxLengthOption,
     MaxRowsOption,
@@ -41,6 +37,7 @@ from specdec_ext.cli.shared.ranks import (
     rank,
     start_ranks,
 )
+from specdec_ext.defaults import MAX_BODY_BYTES, MAX_ROWS, PREFIX_TOKENS
 
 
 def serve(
@@ -112,9 +109,7 @@ def serve(
         place = bound(host, port) if tp == 1 or rank() == 0 else None
     template = read_template(chat_template)
     locked = read_lock(lock)
-    target, tokenizer = load_target(
-        None if model == BUNDLED else model, dtype, device, is_parallel=tp > 1
-    )
+    target, tokenizer = load_target(model, dtype, device, is_parallel=tp > 1)
     proposer = load_drafter(drafter, target, tokenizer)
     check_lock(locked, target, proposer, speculation)
     settings = Settings(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specdec_ext.cli.shared.common import (
-    BUNDLED,
     DeviceOption,
     DtypeOption,
     Model,
@@ -216,7 +215,7 @@ def train(
         )
         _check_answers(regenerate)
         _, folder = recipes.check_outputs(out, work, dump)
-        target, tokenizer = load_target(None if model == BUNDLED else model, dtype, place)
+        target, tokenizer = load_target(model, dtype, place)
         answers = None
         if regenerate is not None:
             answers = _Answers(regenerate, target, max_new_tokens, temperature, seed)

@@ -19,6 +19,7 @@ from specdec_ext.display.console import PlainConsole
 from specdec_ext.watch.limits import LIMITS
 
 if TYPE_CHECKING:
+    from specdec_ext import PairLock
     from specdec_ext.watch.judge import Reference
     from specdec_ext.watch.report import Report
 
@@ -36,8 +37,8 @@ def watch(
             "--lock",
             exists=True,
             dir_okay=False,
-            help="pair.lock with the acceptance that is expected; default: that of the lock with which the "
-            "server was started.",
+            help="pair.lock with the target and draft that the server must have, and the acceptance that is "
+            "expected; default: the acceptance in the lock with which the server was started.",
         ),
     ] = None,
     model: Annotated[
@@ -71,7 +72,7 @@ def watch(
         typer.Option(
             envvar="SPECDEC_API_KEY",
             show_envvar=True,
-            help="Key for a page of metrics that needs one; that of specdec serve needs none.",
+            help="The server's key. specdec serve needs it for /pair with --lock, and not for its metrics.",
         ),
     ] = None,
     timeout: Annotated[
@@ -82,11 +83,13 @@ def watch(
 
     A terminal shows tables, and a pipe gets a line for each look. Ctrl-C ends it. The exit status is that of
     the last look: 0 if nothing is wrong, 1 for a warning (no drafts, drift, does not pay), 3 if something is
-    broken (a dead head, no answer); 2 is a wrong call, or an address without such metrics.
+    broken (a dead head, another pair than in --lock, no answer); 2 is a wrong call, or an address without
+    such metrics.
     """
     with user_errors():
         from specdec_ext.watch.watcher import Watcher
 
+        locked = read_lock(lock)
         seconds = LIMITS.window_seconds if window is None else window
         if seconds < interval:
             raise ValueError(
@@ -95,7 +98,8 @@ def watch(
         watcher = Watcher(
             url,
             model=model,
-            reference=None if lock is None else _reference(lock),
+            reference=None if locked is None else _reference(locked, lock),
+            lock=locked,
             limits=replace(LIMITS, window_seconds=seconds),
             api_key=api_key,
             timeout=timeout,
@@ -118,21 +122,20 @@ def watch(
     raise typer.Exit(0 if report is None else report.status)
 
 
-def _reference(lock: Path) -> Reference:
-    """The acceptance in a lock.
+def _reference(lock: PairLock, path: Path | None) -> Reference:
+    """The acceptance in the lock of this file.
 
     Raises:
         ValueError: if it has none.
     """
     from specdec_ext.watch.judge import Reference
 
-    locked = read_lock(lock)
-    known = None if locked is None else locked.reference
+    known = lock.reference
     if known is None or not known.accepted_per_position:
         raise ValueError(
-            f"--lock {lock} has no acceptance, because its pair was not measured; specdec rollout measures it"
+            f"--lock {path} has no acceptance, because its pair was not measured; specdec rollout measures it"
         )
-    return Reference(known.reached_per_position, known.accepted_per_position)
+    return Reference(known.reached, known.accepted_per_position)
 
 
 @contextmanager

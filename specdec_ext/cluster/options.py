@@ -7,13 +7,10 @@ from typing import Literal
 
 import torch
 
-from specdec_ext import assets
+from specdec_ext.defaults import MAX_ROWS, PREFIX_TOKENS
 from specdec_ext.drafters import resolve_drafter
 from specdec_ext.engine import AnyEngine, make_engine
-from specdec_ext.engine.engine import PREFIX_TOKENS
-from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
-
-BUNDLED = "bundled"
+from specdec_ext.heads.checkpoints.language_model import load_with_tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class EngineOptions:
     speculation: Literal["auto", "fixed"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
-    max_rows: int = 16
+    max_rows: int = MAX_ROWS
     max_length: int | None = None
     max_tokens: int | None = None
     max_waiting: int | None = None
@@ -49,12 +46,7 @@ class EngineOptions:
         """
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-        if self.model == BUNDLED:
-            model, tokenizer = assets.load_target(dtype), assets.load_tokenizer()
-            model.to(device)  # type: ignore[arg-type]
-        else:
-            model = load_language_model(self.model, dtype, device)
-            tokenizer = load_tokenizer(self.model)
+        model, tokenizer = load_with_tokenizer(self.model, dtype, device)
         # "auto" stays a name, for which generate() looks for drafters by itself.
         drafter = resolve_drafter(self.drafter, model, tokenizer)
         return make_engine(

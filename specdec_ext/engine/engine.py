@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.decoding.call import Call
 from specdec_ext.decoding.preparation import BLOCK_SLOTS, PreparedCall, decode_through, prepare
+from specdec_ext.defaults import MAX_ROWS, PREFIX_TOKENS
 from specdec_ext.drafters.choice import DrafterChoice
 from specdec_ext.engine.batch import RequestBatch
 from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, longest_text
@@ -35,8 +36,6 @@ from specdec_ext.stats import SpeculationStats
 # Number of prompt tokens that a step reads at most. Longer prompts are read in several steps, always in parts
 # of this many tokens, so that the text does not depend on what else is running.
 PREFILL_TOKENS = 256
-# Number of tokens of prompts that are kept for later ones, unless the caller says.
-PREFIX_TOKENS = 8192
 
 
 class Engine:
@@ -79,7 +78,7 @@ class Engine:
         drafter: Any = "auto",
         speculation: Any = "auto",
         tokenizer: Any = None,
-        max_rows: int = 16,
+        max_rows: int = MAX_ROWS,
         max_length: int | None = None,
         max_tokens: int | None = None,
         max_waiting: int | None = None,

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specdec_ext.decoding.preparation import checked_seed
+from specdec_ext.defaults import MAX_ROWS
 from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, longest_text, setting
 from specdec_ext.engine.handle import Burst, FinishReason, Handle, Times, TokenLogprobs
 from specdec_ext.engine.load import EngineLoad, first_stats
@@ -66,7 +67,7 @@ class SerialEngine:
         drafter: Any = "auto",
         speculation: Any = "auto",
         tokenizer: Any = None,
-        max_rows: int = 16,
+        max_rows: int = MAX_ROWS,
         max_length: int | None = None,
         max_tokens: int | None = None,
         max_waiting: int | None = None,

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,11 @@ from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.pretrained import unwrapped
-from specdec_ext.stats import SpeculationStats
+from specdec_ext.stats import SpeculationStats, consistent, reached_with_one_length
 from specdec_ext.tree.config import MAX_NODES
 
-FORMAT = 1  # of the file; another number is refused
+FORMAT = 2  # of the file that is written
+READABLE = (1, FORMAT)  # locks of format 1 have no ``reached_per_position``
 SHOWN = 16  # digits of a hash, for people
 MAX_COUNT = 2**53  # of a counter in the file
 NO_DRAFTER = "none"
@@ -141,6 +141,8 @@ class ReferenceAcceptance:
         accepted_per_position: number of drafts whose first i tokens were all accepted, i = 1, 2, ...
         steps: number of steps, with and without drafts.
         emitted_tokens: tokens that these steps emitted.
+        reached_per_position: number of drafts with a token at position i whose tokens before were all
+            accepted; None if they were not counted, as in locks of format 1.
     """
 
     drafts: int
@@ -148,13 +150,20 @@ class ReferenceAcceptance:
     accepted_per_position: tuple[int, ...]
     steps: int
     emitted_tokens: int
+    reached_per_position: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, stats: SpeculationStats) -> ReferenceAcceptance:
         """The counts of calls, added up."""
         accepted = [count for count in stats.accepted_per_position if count]
+        reached = tuple(stats.reached_per_position[: len(accepted)])
         return cls(
-            stats.drafts, stats.draft_tokens, tuple(accepted), stats.steps, stats.emitted_tokens
+            stats.drafts,
+            stats.draft_tokens,
+            tuple(accepted),
+            stats.steps,
+            stats.emitted_tokens,
+            reached if consistent(stats.drafts, reached, accepted) else None,
         )
 
     @classmethod
@@ -165,18 +174,22 @@ class ReferenceAcceptance:
             for name in ("drafts", "draft_tokens", "steps", "emitted_tokens")
         )
         accepted = fields.integers("accepted_per_position") or []
+        counted = fields.integers("reached_per_position")
+        reached = reached_with_one_length(drafts, accepted) if counted is None else counted
         if (
             len(accepted) >= MAX_NODES
-            or any(after > before for before, after in pairwise([drafts, *accepted, 0]))
-            or sum(accepted) > draft_tokens
+            or not consistent(drafts, reached, accepted)
+            or sum(accepted if counted is None else counted) > draft_tokens
             or drafts > steps
         ):
             raise ValueError(
-                f"{fields.where}: accepted_per_position is {shown(accepted)}, of {drafts} drafts with "
-                f"{draft_tokens} tokens in {steps} steps; expected counts that never rise, from the number "
-                "of drafts on, and not more drafts than steps"
+                f"{fields.where}: accepted_per_position is {shown(accepted)} and reached_per_position "
+                f"{shown(counted)}, of {drafts} drafts with {draft_tokens} tokens in {steps} steps; expected "
+                "counts that never rise, from the number of drafts on, as many of one as of the other, and "
+                "not more drafts than steps"
             )
-        return cls(drafts, draft_tokens, tuple(accepted), steps, emitted)
+        known = None if counted is None else tuple(counted)
+        return cls(drafts, draft_tokens, tuple(accepted), steps, emitted, known)
 
     def record(self) -> dict[str, Any]:
         """The attributes, for JSON."""
@@ -187,12 +200,11 @@ class ReferenceAcceptance:
         return sum(self.accepted_per_position)
 
     @property
-    def reached_per_position(self) -> list[int]:
-        """Drafts whose tokens before position i were all accepted: the drafts, then those accepted so far.
-
-        The lock does not say how long drafts were, so one that ended before position i is counted, too.
-        """
-        return [self.drafts, *self.accepted_per_position][: len(self.accepted_per_position)]
+    def reached(self) -> Sequence[int]:
+        """``reached_per_position``; if they were not counted, as many as if all drafts had one length."""
+        if self.reached_per_position is not None:
+            return self.reached_per_position
+        return reached_with_one_length(self.drafts, self.accepted_per_position)
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -302,10 +314,11 @@ class PairLock(Summarised):
             ValueError: if it is no lock.
         """
         fields = Fields(record, where)
-        if fields.values.get("pair_lock") != FORMAT:
+        if fields.values.get("pair_lock") not in READABLE:
             raise ValueError(
                 f"{where}: pair_lock is {shown(fields.values.get('pair_lock'))}; expected {FORMAT}, as "
-                "specdec rollout and PairLock.save write it"
+                "specdec rollout and PairLock.save write it, or 1. A larger number is that of a later "
+                "version of specdec_ext"
             )
         speculation = fields.text("speculation")
         if speculation not in _POLICIES:
@@ -357,21 +370,37 @@ class PairLock(Summarised):
         Raises:
             ValueError, OSError: as :meth:`of`.
         """
-        found: list[str] = []
-        if target is not None:
-            found += self.target.differences(_files_of_target(target), "target")
         files, kind = _files_of_draft(draft, target)
-        if None not in (kind, self.drafter) and kind != self.drafter:
-            found.append(f"the drafter is {kind}, not {self.drafter}")
-        if self.draft is not None and files is not None:
-            found += self.draft.differences(files, "draft")
+        of_target = None if target is None else _files_of_target(target)
+        return list(self._differences(of_target, files, kind, speculation))
+
+    def differences_from(self, other: PairLock) -> list[str]:
+        """A sentence for each difference between this lock and another one, such as that of a server.
+
+        The reference, the sampling and the versions may differ.
+        """
+        return list(self._differences(other.target, other.draft, other.drafter, other.speculation))
+
+    def _differences(
+        self,
+        target: LockedFiles | None,
+        draft: LockedFiles | None,
+        drafter: str | None,
+        speculation: str | None,
+    ) -> Iterator[str]:
+        """The differences from what was found; None, but for a draft, does not compare."""
+        if target is not None:
+            yield from self.target.differences(target, "target")
+        if None not in (drafter, self.drafter) and drafter != self.drafter:
+            yield f"the drafter is {drafter}, not {self.drafter}"
+        if self.draft is not None and draft is not None:
+            yield from self.draft.differences(draft, "draft")
         elif self.draft is not None:
-            found.append(f"there is no draft with files, such as {self.draft.described}")
-        elif files is not None:
-            found.append(f"draft {files.described} is not part of the lock")
+            yield f"there is no draft with files, such as {self.draft.described}"
+        elif draft is not None:
+            yield f"draft {draft.described} is not part of the lock"
         if speculation not in (None, self.speculation):
-            found.append(f"speculation is {speculation}, not {self.speculation}")
-        return found
+            yield f"speculation is {speculation}, not {self.speculation}"
 
     def verify(
         self, target: Target | None, draft: Draft = "auto", speculation: str | None = None
@@ -408,11 +437,33 @@ class PairLock(Summarised):
             ("", "file", "SHA-256"),
         )
         if self.reference is not None and self.reference.drafts:
-            shares = self.reference.acceptance_per_position
+            found = self.reference
+            counts = zip(
+                found.reached,
+                found.accepted_per_position,
+                found.acceptance_per_position,
+                strict=True,
+            )
+            counted = found.reached_per_position is not None
             yield Table(
-                [(str(position), f"{share:.0%}") for position, share in enumerate(shares, 1)],
-                ("position", "accepted"),
-                f"of {self.reference.drafts:,} drafts",
+                [
+                    (
+                        str(position),
+                        f"{reached:,}",
+                        f"{accepted:,}",
+                        f"{accepted / reached:.0%}",
+                        f"{share:.0%}",
+                    )
+                    for position, (reached, accepted, share) in enumerate(counts, 1)
+                    if reached
+                ],
+                (
+                    "position",
+                    "reached" if counted else "reached at most",
+                    "accepted",
+                    "of those",
+                    "of all drafts",
+                ),
             )
 
 

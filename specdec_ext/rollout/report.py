@@ -17,8 +17,8 @@ LOCK, JSON, HTML = ".lock", ".json", ".html"
 SUFFIXES = (JSON, LOCK, HTML)  # what is measured before what is drawn
 
 _DEFINITIONS = (
-    "The gate speedup compares means over prompts. The ratios of the figure and of the following tables "
-    "compare medians."
+    "The gate speedup compares means over prompts and turns. The ratios of the figure and of the following "
+    "tables compare medians."
 )
 
 

@@ -224,7 +224,8 @@ def _notes(stage: Stage) -> Iterable[str]:
         if slowest and fastest > (1 + STEADY) * slowest:
             yield (
                 f"{where}: the {series.name} was up to {fastest / slowest - 1:.0%} faster in one turn than "
-                "in another. Intervals do not contain that; take an idle machine, or more --repeats"
+                f"in another. The intervals contain what {counted(len(series.throughput), 'turn')} tell of "
+                "that; take an idle machine, or more --repeats"
             )
     if stage.texts is not None and stage.texts.verdicts:
         yield f"{where}: texts: {stage.texts.summary()}"
@@ -242,7 +243,7 @@ def roll_out(
     *,
     streams: Sequence[int] = (1,),
     max_new_tokens: int = 128,
-    repeats: int = 3,
+    repeats: int = 5,
     temperature: float = 0.0,
     policy: str = "",
 ) -> Rollout:

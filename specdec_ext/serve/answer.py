@@ -170,13 +170,15 @@ class Answer:
 def speculative_decoding(stats: SpeculationStats) -> dict[str, Any]:
     """The statistics of a request under vLLM's names.
 
-    Entry i of the histogram is the number of drafts of which exactly i tokens were accepted.
+    Entry i of the histogram is the number of drafts of which exactly i tokens were accepted. vLLM has no
+    ``reached_per_position``.
     """
     reached = [stats.drafts, *stats.accepted_per_position, 0]
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": stats.acceptance_rate,
         "acceptance_histogram": [here - further for here, further in pairwise(reached)],
+        "reached_per_position": stats.reached_per_position,
         "num_spec_steps": stats.drafts,
         "num_draft_tokens": stats.draft_tokens,
         "num_accepted_draft_tokens": stats.accepted_tokens,

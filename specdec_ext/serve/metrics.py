@@ -198,7 +198,7 @@ class _EngineCollector:
                 GaugeMetricFamily,
                 names.REFERENCE_REACHED,
                 "The same as for requests, when the pair was measured that the lock names.",
-                self._reference.reached_per_position,
+                self._reference.reached,
             )
 
     def _filled(self, family: Any, value: float) -> Any:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from specdec_ext.defaults import MAX_BODY_BYTES
 from specdec_ext.engine import AnyEngine
 from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 from specdec_ext.serve.http.errors import ApiError, shown
@@ -36,7 +37,7 @@ class Settings:
     model_name: str
     chat_template: str | None = None
     api_key: str | None = None
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: int = MAX_BODY_BYTES
     request_timeout: float = 600.0
     reference: ReferenceAcceptance | None = None
     pair: Callable[[], PairLock] | None = None
@@ -68,6 +69,7 @@ class Service:
         self.texts = Texts(self.tokenizer)
         self.template = response_template(model, self.tokenizer)
         self._pair: dict[str, Any] | None = None
+        self._hashing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "specdec-tokenizer")
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
@@ -76,14 +78,15 @@ class Service:
 
     async def pair(self) -> dict[str, Any]:
         """The lock of target and draft as JSON; files are hashed at the first call."""
-        if self._pair is None:
-            try:
-                if self.settings.pair is None:
-                    raise ValueError("the server was made without the places of their files")
-                self._pair = (await asyncio.to_thread(self.settings.pair)).record()
-            except (OSError, ValueError) as error:
-                raise ApiError(404, f"target and draft have no lock: {error}") from error
-        return self._pair
+        async with self._hashing:  # a client that asks again while they are hashed waits, too
+            if self._pair is None:
+                try:
+                    if self.settings.pair is None:
+                        raise ValueError("the server was made without the places of their files")
+                    self._pair = (await asyncio.to_thread(self.settings.pair)).record()
+                except (OSError, ValueError) as error:
+                    raise ApiError(404, f"target and draft have no lock: {error}") from error
+            return self._pair
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""

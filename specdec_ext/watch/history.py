@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specdec_ext.serve import names
+from specdec_ext.stats import reached_with_one_length
 from specdec_ext.watch.snapshot import POSITION_COUNTERS, Snapshot, at
 
 
@@ -88,13 +89,12 @@ class Growth:
     def reached(self) -> tuple[float, ...]:
         """Drafts with a token at positions 1, 2, ... whose tokens before were all accepted.
 
-        A server that does not count them, such as vLLM, drafts the same number of tokens in every step: those
-        that reach a position are those that were accepted up to the one before.
+        Of a server that does not count them, such as vLLM, as many as if all drafts had one length.
         """
         counted = self.positions.get(names.REACHED_PER_POSITION)
         if counted is not None:
             return counted
-        return (self.count(names.DRAFTS), *self.accepted)[: len(self.accepted)]
+        return tuple(reached_with_one_length(self.count(names.DRAFTS), self.accepted))
 
     def quantile(self, name: str, share: float) -> float | None:
         """A quantile of a histogram, interpolated within its bucket, as Prometheus' ``histogram_quantile``.

@@ -21,7 +21,7 @@ class Verdict:
     """The result of a check.
 
     Attributes:
-        check: ``"server"``, ``"drafts"``, ``"head"``, ``"drift"`` or ``"gain"``.
+        check: ``"server"``, ``"pair"``, ``"drafts"``, ``"head"``, ``"drift"`` or ``"gain"``.
         state: ``"unknown"`` if there is too little to judge.
         reason: the numbers, as a clause.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from specdec_ext.display.text import one_line
 from specdec_ext.preflight.address import Address
@@ -15,6 +16,9 @@ from specdec_ext.watch.judge import Reference, Verdict, acceptance, judge
 from specdec_ext.watch.limits import LIMITS, Limits
 from specdec_ext.watch.report import Report
 from specdec_ext.watch.snapshot import REFERENCE, Snapshot, read
+
+if TYPE_CHECKING:
+    from specdec_ext.rollout.lock import PairLock
 
 MAX_BYTES = 16 << 20  # of a page of metrics
 
@@ -28,6 +32,7 @@ class Watcher:
         model: name of the model; None for the only one that it serves.
         reference: the acceptance that is expected; None for the one that the server exports, if it was
             started with a lock.
+        lock: the target and draft that the server must have; None does not compare them.
         limits: when it is not well; their window is the time over which it is judged.
         api_key: sent with every request.
         timeout: seconds that an answer may take.
@@ -44,6 +49,7 @@ class Watcher:
         *,
         model: str | None = None,
         reference: Reference | None = None,
+        lock: PairLock | None = None,
         limits: Limits = LIMITS,
         api_key: str | None = None,
         timeout: float = 10.0,
@@ -55,8 +61,9 @@ class Watcher:
         address = Address.parse(url, "URL")
         path = address.path if address.path.endswith("/metrics") else "/metrics"
         self.url, self._page = address.name, f"{address.origin}{path}"
+        self._pair_page = self._page.removesuffix("/metrics") + "/pair"
         self._place = f"{address.name}{path}"  # for messages: the other one may have a password
-        self._model, self._reference, self._limits = model, reference, limits
+        self._model, self._reference, self._lock, self._limits = model, reference, lock, limits
         self._clock, self._sleep = clock, sleep
         self._unreachable = (http.HTTPError, http.StreamError, OSError)
         self._invalid, self._timeout = http.InvalidURL, timeout
@@ -134,20 +141,35 @@ class Watcher:
         Raises:
             ValueError: if there is none at this address, and never was.
         """
+        status, raw = self._get(self._page)
+        if status != 200:
+            told = f"status {status}"
+            if self._last is None and status < 500:
+                raise ValueError(f"{self._place}: {told}; expected a page of metrics")
+            raise ConnectionError(told)
+        return raw.decode("utf-8", "replace")
+
+    def _get(self, page: str) -> tuple[int, bytes]:
+        """The status and the body of the answer for a page."""
         raw, began = b"", time.monotonic()
-        with self._http.stream("GET", self._page) as answer:
-            if answer.status_code != 200:
-                told = f"status {answer.status_code}"
-                if self._last is None and answer.status_code < 500:
-                    raise ValueError(f"{self._place}: {told}; expected a page of metrics")
-                raise ConnectionError(told)
+        with self._http.stream("GET", page) as answer:
             for part in answer.iter_bytes():
                 raw += part
                 if len(raw) > MAX_BYTES:
                     raise ConnectionError(f"the page is longer than {MAX_BYTES} bytes")
                 if time.monotonic() - began > self._timeout:
                     raise ConnectionError(f"no complete page within {self._timeout:g} seconds")
-        return raw.decode("utf-8", "replace")
+        return answer.status_code, raw
+
+    def _compared_pair(self, lock: PairLock) -> Verdict:
+        """Whether the server has the locked pair; asked at each look, because it may be started again."""
+        from specdec_ext.watch.pair import compare_pair, unverified  # they take seconds to import
+
+        try:
+            return compare_pair(lock, *self._get(self._pair_page))
+        except self._unreachable as error:
+            told = f"{type(error).__name__} {error}; the first answer takes as long as reading all weights"
+            return unverified(told)
 
     def _failed(self, reason: str) -> Report:
         verdict = Verdict("server", "critical", f"no metrics: {one_line(reason)[:200]}")
@@ -162,6 +184,8 @@ class Watcher:
             if name in gauges
         ]
         verdicts = [Verdict("server", "well", ", ".join(["answers", *load]))]
+        if self._lock is not None:
+            verdicts.append(self._compared_pair(self._lock))
         positions = []
         if growth is not None:
             positions = acceptance(growth, self._reference or _exported(snapshot), self._limits)

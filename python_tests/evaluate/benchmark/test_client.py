@@ -108,6 +108,11 @@ def test_statistics_of_a_request():
     stats = reply_of(events, range(11, 20)).stats
     assert stats.mean_acceptance_length == pytest.approx(1 + 4 / 3)
     assert stats.accepted_per_position == [2, 2] and stats.draft_tokens == 9
+    assert stats.reached_per_position == []
+    told["reached_per_position"] = [3, 2, 1]  # one of the two had no third token
+    stats = reply_of(completion("a", metrics={"speculative_decoding": told}), range(11, 20)).stats
+    assert stats.accepted_per_position == [2, 2, 0]
+    assert stats.conditional_acceptance == [2 / 3, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +131,10 @@ def test_statistics_of_a_request():
         ({"choices": [], "usage": {"completion_tokens": 1}}, "the server counts 1 tokens after 2"),
         ({"metrics": {"speculative_decoding": {"acceptance_histogram": [-1]}}}, "expected counts"),
         ({"metrics": {"speculative_decoding": {"num_spec_steps": 1.5}}}, "num_spec_steps is 1.5"),
+        (
+            {"metrics": {"speculative_decoding": {"reached_per_position": [2]}}},
+            r"reached_per_position is \[2\] for .* of 0 drafts; expected counts that agree",
+        ),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )

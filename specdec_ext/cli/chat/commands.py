@@ -66,10 +66,10 @@ class Commands:
         known[name](argument)
 
     def _stats(self, argument: str) -> None:
-        if self._conversation.stats is None:
+        if not self._conversation.last.answers:
             raise ValueError("/stats: there is no finished answer yet")
         counts = counts_table(self._conversation.last, self._conversation.session)
-        self._console.blocks(counts, self._conversation.stats.explain())
+        self._console.blocks(counts, self._conversation.last.stats.explain())
 
     def _reset(self, argument: str) -> None:
         self._conversation.reset()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specdec_ext.display import Table
+from specdec_ext.stats import SpeculationStats
 
 if TYPE_CHECKING:
     from torch import LongTensor, Tensor
 
-    from specdec_ext import SpeculationStats
     from specdec_ext.cli.shared.common import Model
     from specdec_ext.cli.shared.stream import TextStreamer
 
@@ -29,7 +29,7 @@ class Counts:
         reused_tokens: those of them whose keys and values were in the cache.
         new_tokens: generated tokens.
         seconds: wall time.
-        steps, drafts, draft_tokens, accepted_tokens: as in :class:`SpeculationStats`.
+        stats: the statistics of their calls, added up.
     """
 
     answers: int = 0
@@ -37,27 +37,25 @@ class Counts:
     reused_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
-    steps: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
 
-    def __add__(self, other: Counts) -> Counts:
-        names = [field.name for field in fields(Counts)]
-        return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
+    def add(self, other: Counts) -> None:
+        """Add the counts of other answers."""
+        for name in ("answers", "prompt_tokens", "reused_tokens", "new_tokens", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.stats.add(other.stats)
 
     def column(self) -> tuple[str, ...]:
         """The values of the rows of :func:`counts_table`."""
-        length = 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
         return (
             f"{self.answers}",
             f"{self.prompt_tokens}",
             f"{self.reused_tokens}",
             f"{self.new_tokens}",
             f"{self.new_tokens / self.seconds:.1f}" if self.seconds else "",
-            f"{self.steps}",
-            f"{self.accepted_tokens} of {self.draft_tokens}",
-            f"{length:.2f}",
+            f"{self.stats.steps}",
+            f"{self.stats.accepted_tokens} of {self.stats.draft_tokens}",
+            f"{self.stats.mean_acceptance_length:.2f}",
         )
 
 
@@ -95,7 +93,6 @@ class Conversation:
         turns: questions and answers so far.
         last: counts of the last finished answer.
         session: counts of all finished answers.
-        stats: statistics of the last finished answer; None before the first one.
     """
 
     def __init__(self, model: Model, render: Callable[[Messages], LongTensor]):
@@ -103,7 +100,6 @@ class Conversation:
         self.system: str | None = None
         self.turns: Messages = []
         self.last, self.session = Counts(), Counts()
-        self.stats: SpeculationStats | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -148,19 +144,15 @@ class Conversation:
                 self.turns.append({"role": "assistant", "content": streamer.text})
             else:
                 self.turns.pop()
-        self.stats = out.speculation_stats
         self.last = Counts(
             1,
             prompt_tokens,
             reused,
             out.sequences.shape[1] - prompt_tokens,
             time.perf_counter() - began,
-            self.stats.steps,
-            self.stats.drafts,
-            self.stats.draft_tokens,
-            self.stats.accepted_tokens,
+            out.speculation_stats,
         )
-        self.session += self.last
+        self.session.add(self.last)
 
     def _generate(self, streamer: TextStreamer, kwargs: dict[str, Any]) -> tuple[Any, int, int]:
         """The output, and how many tokens the prompt has and the cache held of them."""

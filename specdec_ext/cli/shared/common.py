@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from specdec_ext.defaults import BUNDLED
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.display.text import printable
 from specdec_ext.preflight.extras import require
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 # A PreTrainedModel that can generate; transformers has no type for that combination.
 Model = Any
 
-BUNDLED = "bundled"  # as MODEL of commands that need one
 BUSY_SHARE = 0.2  # warn if other processes use more than this share of all cores
 
 
@@ -91,30 +91,25 @@ def load_target(
     argument: str = "MODEL",
     is_parallel: bool = False,
 ) -> tuple[Model, PreTrainedTokenizerBase]:
-    """Load the model named on the command line, in eval mode, and its tokenizer; None: the bundled model.
+    """Load the model named on the command line, in eval mode, and its tokenizer.
 
     Args:
+        model: folder or hub id; None or ``"bundled"`` for the bundled model.
         argument: name of the command-line argument, for error messages.
         is_parallel: spread the layers over the processes of ``torchrun``; each has its own device.
     """
     from transformers.utils import logging
 
-    from specdec_ext import assets
-    from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
+    from specdec_ext.heads.checkpoints.language_model import load_with_tokenizer
 
+    name = model or BUNDLED
     # On a terminal transformers shows the loading of a model. The bundled model loads within a second.
-    if model is None or not sys.stderr.isatty():
+    if name == BUNDLED or not sys.stderr.isatty():
         logging.disable_progress_bar()
     with user_errors("--device"):
         place = None if is_parallel else find_device(device)
     with user_errors(argument):
-        if model is None and place is None:
-            folder = assets.FOLDER / "tiny-python-target"
-            return load_language_model(folder, torch_dtype(dtype), None), assets.load_tokenizer()
-        if model is None:
-            bundled: Model = assets.load_target(torch_dtype(dtype))
-            return bundled.to(place), assets.load_tokenizer()
-        return load_language_model(model, torch_dtype(dtype), place), load_tokenizer(model)
+        return load_with_tokenizer(name, torch_dtype(dtype), place)
 
 
 def load_drafter(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -10,8 +10,6 @@ import typer
 from specdec_ext.cli.shared.common import user_errors
 from specdec_ext.preflight.extras import require
 
-MAX_ROWS, PREFIX_TOKENS, MAX_BODY_BYTES = 16, 8192, 4 * 2**20
-
 ServedArgument = Annotated[
     str,
     typer.Argument(

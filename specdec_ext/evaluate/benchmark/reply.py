@@ -9,7 +9,7 @@ from typing import Any
 from specdec_ext.display.text import one_line
 from specdec_ext.evaluate.benchmark.latency import Latency
 from specdec_ext.heads.checkpoints.config.fields import Fields, shown
-from specdec_ext.stats import SpeculationStats
+from specdec_ext.stats import SpeculationStats, consistent
 from specdec_ext.tree.config import MAX_NODES
 
 MAX_MESSAGE = 200  # characters of a server's error that are shown
@@ -146,7 +146,16 @@ def _told_stats(told: Fields) -> SpeculationStats:
         accepted_tokens=told.integer("num_accepted_draft_tokens", 0, low=0),
     )
     up_to = [sum(exactly[position:]) for position in range(1, len(exactly))]
-    stats.accepted_per_position = [count for count in up_to if count]
+    reached = told.integers("reached_per_position")
+    if reached is None:  # vLLM does not tell them
+        stats.accepted_per_position = [count for count in up_to if count]
+        return stats
+    if not consistent(stats.drafts, reached, up_to):
+        raise ValueError(
+            f"the server's reached_per_position is {shown(reached)} for the acceptance_histogram "
+            f"{shown(exactly)} of {stats.drafts} drafts; expected counts that agree"
+        )
+    stats.accepted_per_position, stats.reached_per_position = up_to, reached
     return stats
 
 

@@ -41,6 +41,7 @@ class ServedSeries(Series):
         streams: number of requests at a time.
         places: the number of each question.
         replies: for each question, the replies of all turns, without those that failed.
+        turns: the number of the turn of each of these replies, from 0.
         latencies: of all requests that succeeded.
         throughput: new tokens of all requests over the wall time, for each turn.
         requests: number of requests, failed ones included.
@@ -50,6 +51,7 @@ class ServedSeries(Series):
     streams: int = 1
     places: list[int] = field(default_factory=list)
     replies: list[list[Reply]] = field(default_factory=list)
+    turns: list[list[int]] = field(default_factory=list)
     throughput: list[float] = field(default_factory=list)
     requests: int = 0
     prompt_tokens: int = 0
@@ -425,11 +427,13 @@ def _of_turns(name: str, turns: list[Turn], places: list[int], streams: int) -> 
     series = ServedSeries(name, streams=min(streams, len(turns[0].replies)), places=places)
     told = []
     for place in places:
-        good = [turn.replies[place] for turn in turns if not turn.replies[place].error]
+        succeeded = [number for number, turn in enumerate(turns) if not turn.replies[place].error]
+        good = [turns[number].replies[place] for number in succeeded]
         middle = sorted(good, key=lambda reply: reply.seconds)[(len(good) - 1) // 2]
         series.seconds.append(middle.seconds / series.streams)
         series.new_tokens.append(middle.tokens)
         series.replies.append(good)
+        series.turns.append(succeeded)
         told.append(_sum([reply.stats for reply in good]))
     counts = _sum([turn.counted for turn in turns])
     series.speculation_stats = [each for each in told if each] or ([counts] if counts else [])

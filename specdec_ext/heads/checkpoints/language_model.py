@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from specdec_ext import assets
+from specdec_ext.defaults import BUNDLED
 from specdec_ext.heads.checkpoints.load import is_draft
 from specdec_ext.heads.checkpoints.storage.hub import on_disk
 from specdec_ext.models.compat import sharing_all_keys, spread_over_processes
@@ -52,6 +54,22 @@ def load_language_model(
         )
     ready: PreTrainedModel = model.eval() if device is None else model.to(device).eval()
     return ready
+
+
+def load_with_tokenizer(
+    name: str, dtype: torch.dtype | str, device: torch.device | str | None
+) -> tuple[Any, Any]:
+    """Load a causal language model, in eval mode, and its tokenizer.
+
+    Args:
+        name: folder or hub id, or ``"bundled"`` for the model that the package brings.
+        dtype, device: as for :func:`load_language_model`.
+
+    Raises:
+        OSError, ValueError: as :func:`load_language_model` and :func:`load_tokenizer`.
+    """
+    place = assets.target_folder() if name == BUNDLED else name
+    return load_language_model(place, dtype, device), load_tokenizer(place)
 
 
 def load_tokenizer(name: str | Path) -> Any:
