@@ -43,7 +43,7 @@ class Family:
         windowed: whether the code honours sliding windows in the config.
         interleaved: as in :class:`specdec_ext.ops.decoder_layers.DecoderForm`.
         partly_rotated: whether a part of each head may be left without rotation.
-        rotations_by_type: whether the types of layers (``config.layer_types``) have rotations of their own.
+        rotations_by_type: whether types of layers (``config.layer_types``) may have rotations of their own.
         rotates: attribute of the attention, whether the layer rotates at all; None if all do.
         softcap: attribute of the attention: cap of the scores or None.
         residual_scale, parallel: attributes of a layer.
@@ -193,6 +193,7 @@ _OLMO2 = Family(
     },
     norm=Norm.RMS_WIDE,
 )
+_OLMO3 = replace(_OLMO2, classes=_classes("olmo3.Olmo3"), windowed=True, rotations_by_type=True)
 _STARCODER2 = Family(
     classes=_without_norms(_classes("starcoder2.Starcoder2")),
     modules={
@@ -244,6 +245,7 @@ FAMILIES = (
         _SMOLLM3,
         _GRANITE,
         _OLMO2,
+        _OLMO3,
         _STARCODER2,
     ),
     _GPT_NEOX,

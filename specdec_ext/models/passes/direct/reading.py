@@ -219,9 +219,8 @@ def _rotations(
 ) -> tuple[tuple[int, ...], list[Callable[..., tuple[Tensor, Tensor]]]]:
     """Return the table of each layer, and what computes the tables."""
     rotary = decoder.rotary_emb
-    if family.rotations_by_type:
+    if names := _rotated_types(decoder, family):
         kinds = decoder.config.layer_types[: len(attentions)]
-        names = sorted(set(kinds))
         tables = tuple(map(names.index, kinds))
         return tables, [partial(rotary, layer_type=name) for name in names]
     rotates = family.rotates
@@ -229,10 +228,17 @@ def _rotations(
     return turned, [rotary]
 
 
+def _rotated_types(decoder: Any, family: Family) -> list[str]:
+    """Return the types of layers that have rotations of their own; none if all layers share one."""
+    # In older versions of transformers, all layers of OLMo 3 share one.
+    by_type = family.rotations_by_type and hasattr(decoder.rotary_emb, "layer_types")
+    return sorted(set(decoder.config.layer_types)) if by_type else []
+
+
 def _fits_heads(decoder: Any, head_dim: int, family: Family) -> bool:
     """Whether the rotations are those of whole heads, or of a part if the code allows it."""
-    types = set(decoder.config.layer_types) if family.rotations_by_type else {""}
-    names = [f"{name}_inv_freq" if name else "inv_freq" for name in types]
+    types = _rotated_types(decoder, family)
+    names = [f"{name}_inv_freq" for name in types] or ["inv_freq"]
     sizes = [2 * getattr(decoder.rotary_emb, name).numel() for name in names]
     return all(size <= head_dim if family.partly_rotated else size == head_dim for size in sizes)
 
