@@ -32,10 +32,12 @@ class Family:
     Attributes:
         classes: kind of module -> classes with its code, as ``"folder.Class"`` of ``transformers.models``. If
             there is no RMSNorm, norms are ``torch.nn.LayerNorm``.
+        layers: name in the decoder.
         modules: name in ``LAYER_TENSORS`` -> path of the module in a layer that has the weight.
         attention, activation: paths of these modules in a layer.
         idle: paths of modules in a layer that do nothing outside of training.
         embedding, final_norm: names in the decoder.
+        positions: name in the decoder of the embedding of positions; None if positions are rotations.
         idle_in_decoder: like ``idle``, in the decoder.
         norm: kind of all norms.
         eps: attribute of a norm.
@@ -54,10 +56,12 @@ class Family:
 
     classes: Mapping[str, tuple[str, ...]]
     modules: Mapping[str, str]
+    layers: str = "layers"
     attention: str = "self_attn"
     activation: str = "mlp.act_fn"
     idle: frozenset[str] = frozenset()
     embedding: str = "embed_tokens"
+    positions: str | None = None
     final_norm: str = "norm"
     idle_in_decoder: frozenset[str] = frozenset()
     norm: Norm = Norm.RMS
@@ -233,6 +237,34 @@ _GPT_NEOX = Family(
     partly_rotated=True,
     parallel="use_parallel_residual",
 )
+_GPT2 = Family(
+    classes={
+        "ForCausalLM": ("gpt2.GPT2LMHeadModel",),
+        "Model": ("gpt2.GPT2Model",),
+        "DecoderLayer": ("gpt2.GPT2Block",),
+        "Attention": ("gpt2.GPT2Attention",),
+        "MLP": ("gpt2.GPT2MLP",),
+        "Conv1D": ("gpt2.Conv1D",),
+    },
+    modules={
+        "attention_norm": "ln_1",
+        "query": "attn.c_attn",
+        "output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    },
+    layers="h",
+    attention="attn",
+    activation="mlp.act",
+    idle=frozenset({"attn.attn_dropout", "attn.resid_dropout", "mlp.dropout"}),
+    embedding="wte",
+    positions="wpe",
+    final_norm="ln_f",
+    idle_in_decoder=frozenset({"drop"}),
+    norm=Norm.LAYER,
+    eps="eps",
+)
 FAMILIES = (
     *(
         _LLAMA,
@@ -248,5 +280,5 @@ FAMILIES = (
         _OLMO3,
         _STARCODER2,
     ),
-    _GPT_NEOX,
+    *(_GPT_NEOX, _GPT2),
 )
