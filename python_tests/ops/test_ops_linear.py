@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.ops.op_cases import generator, two_threads
+from helpers.ops.op_cases import before_a_closed_page, generator, returns, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference
@@ -85,6 +85,14 @@ def test_transposed_weights_are_read_in_any_tiles():
     together = TRANSPOSED(input, weight, bias)
     for rows in (1, 3, 32):
         assert torch.equal(TRANSPOSED(input[:rows], weight, bias), together[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_is_read_behind_the_last_column(dtype, rows):
+    input, weight, _ = random_arguments(rows, 45, 21, dtype)
+    stored = before_a_closed_page(weight.T.contiguous())
+    assert returns(lambda: ops.linear(input, stored.T))
 
 
 @needs_fma
