@@ -324,15 +324,8 @@ def other_conv(model):
     model.transformer.h[1].mlp.c_fc.__class__ = Conv
 
 
-def changed_conv(model):
-    kind = type("Conv1D", (Conv1D,), {"forward": lambda self, x: 2 * Conv1D.forward(self, x)})
-    model.transformer.h[1].mlp.c_fc.__class__ = kind
-
-
 def linear_for_conv(model):
-    linear = nn.Linear(32, 64).eval()
-    linear.nf = 64
-    model.transformer.h[1].mlp.c_fc = linear
+    model.transformer.h[1].mlp.c_fc = nn.Linear(32, 64).eval()
 
 
 def conv_for_linear(model):
@@ -352,7 +345,6 @@ def scale_by_layer(model):
 
 CHANGED_FAMILIES = {
     "conv": ("gpt2", other_conv),
-    "conv-code": ("gpt2", changed_conv),
     "conv-linear": ("gpt2", linear_for_conv),
     "linear-conv": ("llama", conv_for_linear),
     "positions": ("gpt2", own_positions),
@@ -390,6 +382,13 @@ def new_positions(model):
 def new_columns(model):
     weight = model.transformer.h[0].mlp.c_fc.weight
     weight.data = 2 * weight.data
+
+
+def test_changed_code_of_a_transposed_matrix_has_no_fused_pass(monkeypatch):
+    model = copy.deepcopy(tiny_model("gpt2"))
+    assert direct_pass(model) is not None
+    monkeypatch.setattr(Conv1D, "forward", lambda self, x: 2 * x @ self.weight)
+    assert direct_pass(model) is None
 
 
 FOLLOWED = {

@@ -255,8 +255,9 @@ def isa_results():
 def test_opcheck(with_bias, dtype):
     input, weight, bias = random_arguments(6, 9, 4, dtype)
     for many_rows in (False, True):
-        arguments = (input.view(2, 3, 9), weight, bias if with_bias else None, many_rows)
-        torch.library.opcheck(torch.ops.specdec.linear, arguments)
+        for stored in (weight, columns(weight)):
+            arguments = (input.view(2, 3, 9), stored, bias if with_bias else None, many_rows)
+            torch.library.opcheck(torch.ops.specdec.linear, arguments)
 
 
 @pytest.mark.parametrize(

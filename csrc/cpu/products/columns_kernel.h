@@ -21,18 +21,19 @@ class ColumnsKernel {
   SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
                                         int64_t end_out) {
     alignas(64) float totals[kSums], block_sums[kSums];
-    const int64_t ins = pass.params.in_features, tile_outs = kSums / pass.rows / kLanes * kLanes;
+    const LinearParams& params = pass.params;
+    const int64_t tile_outs = kSums / pass.rows / kLanes * kLanes;
     for (int64_t out = first_out; out < end_out; out += tile_outs) {
       const int64_t outs = std::min(tile_outs, end_out - out);
-      for (int64_t first = 0; first == 0 || first < ins; first += kManyBlock) {
-        const int64_t count = std::min(kManyBlock, ins - first);
-        const Tile tile{pass.params.weight_stride, outs, first == 0 ? totals : block_sums,
-                        (outs + kLanes - 1) / kLanes * kLanes};
-        std::fill_n(tile.sums, pass.rows * tile.stride, 0.0f);
-        add_block(pass, tile, first, count, out);
+      const Tile tile{static_cast<const Stored*>(params.weight) + out, params.weight_stride, outs,
+                      (outs + kLanes - 1) / kLanes * kLanes};
+      for (int64_t first = 0; first == 0 || first < params.in_features; first += kManyBlock) {
+        float* sums = first == 0 ? totals : block_sums;
+        std::fill_n(sums, pass.rows * tile.stride, 0.0f);
+        add_block(pass, tile, first, std::min(kManyBlock, params.in_features - first), sums);
         if (first != 0) add_sums(block_sums, pass.rows * tile.stride, totals);
       }
-      finish(pass, out, outs, totals);
+      finish(pass, out, tile, totals);
     }
   }
 
@@ -45,69 +46,66 @@ class ColumnsKernel {
   static constexpr int64_t kLine = kStepBytes / sizeof(Stored);
   static_assert(kSums / kPassRows >= kLanes && kSums % kLanes == 0);
 
-  static constexpr int num_steps(int rows) { return rows == 1 ? 8 : 4; }
+  // A step, and the columns that a register block takes of it at a time.
+  static constexpr int kStepColumns = 8;
+  static constexpr int num_columns(int rows) { return rows == 1 ? kStepColumns : 4; }
 
   struct Tile {
+    const Stored* weights;  // of the first column
     int64_t weight_stride;
     int64_t outs;
-    float* sums;     // [rows, stride]
-    int64_t stride;  // a whole number of vectors
+    int64_t stride;  // of the sums of rows: outs, rounded up to whole vectors
   };
 
-  using StepFunction = void (*)(const Tile& tile, const Stored* weights, const float* inputs,
-                                float* sums);
-  struct StepFunctions {
+  using BlockFunction = void (*)(const Tile& tile, const Stored* weights, const float* inputs,
+                                 float* sums);
+  struct BlockFunctions {
     int64_t columns;
-    StepFunction whole;   // multiplies so many columns
-    StepFunction single;  // multiplies one
+    BlockFunction several;  // multiplies so many columns
+    BlockFunction single;   // multiplies one
   };
 
   template <size_t... kIndex>
   static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
-    return std::array<StepFunctions, sizeof...(kIndex)>{StepFunctions{
-        num_steps(kIndex + 1), step<kIndex + 1, num_steps(kIndex + 1)>, step<kIndex + 1, 1>}...};
+    return std::array<BlockFunctions, sizeof...(kIndex)>{
+        BlockFunctions{num_columns(kIndex + 1), run_block<kIndex + 1, num_columns(kIndex + 1)>,
+                       run_block<kIndex + 1, 1>}...};
   }
 
-  // Adds the products of `count` in_features from `first` on.
+  // Adds the products of `count` in_features from `first` on to sums, [rows, stride].
   SPECDEC_LINEAR_TARGET static void add_block(const ManyRowsPass& pass, const Tile& tile,
-                                              int64_t first, int64_t count, int64_t out) {
+                                              int64_t first, int64_t count, float* sums) {
     static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<kMaxRows>());
-    const Stored* weights =
-        static_cast<const Stored*>(pass.params.weight) + first * tile.weight_stride + out;
     const float* inputs = pass.inputs + first * pass.rows;
     const int64_t block_rows = even_part(pass.rows, kMaxRows);
-    const int64_t columns = kFunctions[block_rows - 1].columns;
-    for (int64_t in = 0; in < count; in += columns) {
-      const Stored* step_weights = weights + in * tile.weight_stride;
-      prefetch(tile, step_weights + columns * tile.weight_stride, columns);
+    for (int64_t in = 0; in < count; in += kStepColumns) {
+      const int64_t end = std::min<int64_t>(count, in + kStepColumns);
+      prefetch(tile, first + in + kStepColumns);
       for (int64_t row = 0; row < pass.rows; row += block_rows) {
-        const StepFunctions& own = kFunctions[std::min(block_rows, pass.rows - row) - 1];
-        const float* x = inputs + row * kManyBlock + in;
-        float* sums = tile.sums + row * tile.stride;
-        int64_t i = 0;
-        const int64_t end = std::min(columns, count - in);
-        for (; i + own.columns <= end; i += own.columns) {
-          own.whole(tile, step_weights + i * tile.weight_stride, x + i, sums);
+        const BlockFunctions& run = kFunctions[std::min(block_rows, pass.rows - row) - 1];
+        for (int64_t i = in; i < end;) {
+          const bool fits = i + run.columns <= end;
+          (fits ? run.several : run.single)(tile, tile.weights + (first + i) * tile.weight_stride,
+                                            inputs + row * kManyBlock + i,
+                                            sums + row * tile.stride);
+          i += fits ? run.columns : 1;
         }
-        for (; i < end; ++i) own.single(tile, step_weights + i * tile.weight_stride, x + i, sums);
       }
     }
   }
 
-  // The hardware prefetcher restarts with each column.
-  SPECDEC_LINEAR_INLINE static void prefetch(const Tile& tile, const Stored* weights,
-                                             int64_t columns) {
-    for (int64_t i = 0; i < columns; ++i) {
-      for (int64_t out = 0; out < tile.outs; out += kLine) {
-        __builtin_prefetch(weights + i * tile.weight_stride + out, 0, 2);
-      }
+  // Prefetches a step. The hardware prefetcher restarts with each column.
+  SPECDEC_LINEAR_INLINE static void prefetch(const Tile& tile, int64_t first) {
+    for (int64_t i = 0; i < kStepColumns; ++i) {
+      const Stored* weights = tile.weights + (first + i) * tile.weight_stride;
+      for (int64_t out = 0; out < tile.outs; out += kLine) __builtin_prefetch(weights + out, 0, 2);
     }
   }
 
-  // Multiplies kColumns in_features of kRows input rows, whose inputs are kManyBlock apart.
+  // A register block: kColumns in_features x kRows input rows, which are kManyBlock apart.
   template <int kRows, int kColumns>
-  SPECDEC_LINEAR_TARGET static void step(const Tile& tile, const Stored* weights,
-                                         const float* inputs, float* sums) {
+  SPECDEC_LINEAR_TARGET static void run_block(const Tile& tile, const Stored* weights,
+                                              const float* inputs, float* sums) {
     Operand x[kRows][kColumns];
     SPECDEC_UNROLL for (int i = 0; i < kRows * kColumns; ++i) {
       x[i / kColumns][i % kColumns] =
@@ -146,16 +144,15 @@ class ColumnsKernel {
     }
   }
 
-  static void finish(const ManyRowsPass& pass, int64_t out, int64_t outs, const float* totals) {
+  static void finish(const ManyRowsPass& pass, int64_t out, const Tile& tile, const float* totals) {
     const LinearParams& params = pass.params;
     const Stored* bias = params.bias ? static_cast<const Stored*>(params.bias) + out : nullptr;
-    const int64_t stride = (outs + kLanes - 1) / kLanes * kLanes;
     for (int64_t r = 0; r < pass.rows; ++r) {
       Stored* output =
           static_cast<Stored*>(params.output) + (pass.first_row + r) * params.output_stride + out;
-      for (int64_t i = 0; i < outs; ++i) {
+      for (int64_t i = 0; i < tile.outs; ++i) {
         const float own_bias = bias ? to_float(bias[i]) : 0.0f;
-        from_float(totals[r * stride + i] + own_bias, output + i);
+        from_float(totals[r * tile.stride + i] + own_bias, output + i);
       }
     }
   }

@@ -278,7 +278,6 @@ FAMILIES = (
         _GRANITE,
         _OLMO2,
         _OLMO3,
-        _STARCODER2,
     ),
-    *(_GPT_NEOX, _GPT2),
+    *(_STARCODER2, _GPT_NEOX, _GPT2),
 )
