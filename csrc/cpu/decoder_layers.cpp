@@ -141,6 +141,7 @@ class Layers {
             .inner_stride = ins,
             .weight = matrix.weight,
             .weight_stride = matrix.weight_stride,
+            .is_transposed = matrix.is_transposed,
             .codes = matrix.codes,
             .bias = matrix.bias,
             .rows = params_.count(),

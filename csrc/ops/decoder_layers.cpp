@@ -58,14 +58,15 @@ constexpr LayerTensor kMatrices[] = {kQuery, kKey, kValue, kOutput, kGate, kUp, 
 class Weights {
  public:
   // `names` are the LayerTensors that `tensors` has of each layer. `scales` is empty, or has a tensor
-  // for each matrix, which is empty if that has no codes.
+  // for each matrix, which is empty if that has no codes. `transposed` is about the other matrices.
   Weights(const std::vector<Tensor>& tensors, const std::vector<int64_t>& names, size_t layers,
-          const std::vector<Tensor>& scales, const float* levels, int32_t dtype)
+          const std::vector<Tensor>& scales, const float* levels, bool transposed, int32_t dtype)
       : tensors_(tensors),
         layers_(layers),
         given_(names.size()),
         scales_(scales),
         levels_(levels),
+        transposed_(transposed),
         dtype_(dtype) {
     std::fill(std::begin(places_), std::end(places_), -1);
     for (size_t i = 0; i < given_; ++i) {
@@ -100,7 +101,8 @@ class Weights {
     return {vector(index, count, is_optional), vector(index + 1, count)};
   }
 
-  // A matrix [outs, ins] of a layer and the bias that follows it; without outs, both must be empty.
+  // A matrix [outs, ins] of a layer, or transposed, and the bias that follows it; without outs, both
+  // must be empty.
   DecoderMatrix matrix(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
     const size_t index = layer * kLayerTensors + name;
     if (outs == 0) {
@@ -111,6 +113,7 @@ class Weights {
     const Tensor& tensor = get(index);
     DecoderMatrix matrix{.weight = tensor.const_data_ptr(),
                          .weight_stride = 0,
+                         .is_transposed = false,
                          .codes = codes(layer, name, outs, ins),
                          .bias = vector(index + 1, outs),
                          .outs = outs};
@@ -118,21 +121,26 @@ class Weights {
       matrix.weight_stride = tensor.stride(0);
       return matrix;
     }
-    const bool fits = tensor.dim() == 2 && tensor.size(0) == outs && tensor.size(1) == ins &&
-                      (ins == 1 || tensor.stride(1) == 1);
-    const int64_t shape[] = {outs, ins};
+    const int64_t shape[] = {transposed_ ? ins : outs, transposed_ ? outs : ins};
+    const bool fits = tensor.dim() == 2 && tensor.size(0) == shape[0] &&
+                      tensor.size(1) == shape[1] && (shape[1] == 1 || tensor.stride(1) == 1);
     check(index, fits, describe_numbers(shape) + " with a contiguous last dimension");
     matrix.weight_stride = tensor.stride(0);
+    matrix.is_transposed = transposed_;
     return matrix;
   }
 
   // The number of outputs of a matrix of the first layer.
   int64_t outs(LayerTensor name) const {
     const Tensor& tensor = get(name);
-    if (tensor.dim() != 2 || tensor.size(0) == 0) {
-      fail_argument(describe(name), "must be [outs, ins], got shape " + describe_shape(tensor));
+    const bool is_transposed = transposed_ && !has_codes(0, name);
+    const int64_t outs = tensor.dim() == 2 ? tensor.size(is_transposed ? 1 : 0) : 0;
+    if (outs == 0) {
+      fail_argument(describe(name), "must be " +
+                                        std::string(is_transposed ? "[ins, outs]" : "[outs, ins]") +
+                                        ", got shape " + describe_shape(tensor));
     }
-    return tensor.size(0);
+    return outs;
   }
 
  private:
@@ -159,12 +167,20 @@ class Weights {
     return "weights[" + std::to_string(place(index)) + "]";
   }
 
+  // Where the scales of a matrix are.
+  static size_t scales_index(size_t layer, LayerTensor name) {
+    return layer * std::size(kMatrices) +
+           (std::find(std::begin(kMatrices), std::end(kMatrices), name) - kMatrices);
+  }
+
+  bool has_codes(size_t layer, LayerTensor name) const {
+    return !scales_.empty() && scales_[scales_index(layer, name)].numel() != 0;
+  }
+
   WeightCodes codes(size_t layer, LayerTensor name, int64_t outs, int64_t ins) const {
-    if (scales_.empty()) return {};
-    const size_t index = layer * std::size(kMatrices) +
-                         (std::find(std::begin(kMatrices), std::end(kMatrices), name) - kMatrices);
+    if (!has_codes(layer, name)) return {};
+    const size_t index = scales_index(layer, name);
     const Tensor& scales = scales_[index];
-    if (scales.numel() == 0) return {};
     const Tensor& tensor = get(layer * kLayerTensors + name);
     const std::string weight_name = describe(layer * kLayerTensors + name);
     const std::string scales_name = "scales[" + std::to_string(index) + "]";
@@ -194,6 +210,7 @@ class Weights {
   int64_t places_[kLayerTensors];  // of each LayerTensor among those, or -1
   const std::vector<Tensor>& scales_;
   const float* levels_;
+  bool transposed_;
   int32_t dtype_;
 };
 
@@ -304,7 +321,7 @@ std::tuple<Tensor, Tensor> decoder_layers(
     double eps, double scale, const std::vector<Tensor>& scales,
     const std::optional<Tensor>& levels, const std::vector<int64_t>& tensors,
     const std::vector<int64_t>& tables, int64_t norm, int64_t activation, bool interleaved,
-    bool parallel, double softcap, double residual_scale) {
+    bool parallel, bool transposed, double softcap, double residual_scale) {
   const Argument input_arg(kOp, "input", input), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
@@ -371,7 +388,8 @@ std::tuple<Tensor, Tensor> decoder_layers(
     fail_argument("caches", "must be keys and values of each of " + std::to_string(num_layers) +
                                 " layers, got " + std::to_string(caches.size()) + " tensors");
   }
-  const Weights read(weights, tensors, num_layers, scales, read_levels(kOp, levels), dtype);
+  const Weights read(weights, tensors, num_layers, scales, read_levels(kOp, levels), transposed,
+                     dtype);
   // Of matrices that are joined, the first layer has one and not the others.
   const bool joins_heads = !read.has(kKey), has_gate = read.has(kGate);
   const bool joins_gate = has_gate && !read.has(kUp);

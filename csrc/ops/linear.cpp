@@ -58,7 +58,10 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
     params.codes = read_codes(weight_arg, weight, Argument(kOp, "scales", *scales), *scales,
                               read_levels(kOp, levels), params.out_features, params.in_features);
   } else {
-    weight_arg.has_dtype(dtype_of(input)).has_contiguous_rows();
+    weight_arg.has_dtype(dtype_of(input));
+    // A weight that is contiguous in both dimensions counts as one of rows.
+    params.is_transposed = weight.stride(1) != 1 && weight.stride(0) == 1 && params.in_features > 1;
+    if (!params.is_transposed) weight_arg.has_contiguous_rows();
     weight_arg.has_shape({params.out_features, params.in_features}, "[out_features, in_features]");
   }
   if (bias) {
@@ -75,7 +78,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
     describe_rows(input_arg, input, params);
     params.input = input.const_data_ptr();
     params.weight = weight.const_data_ptr();
-    params.weight_stride = weight.stride(0);
+    params.weight_stride = weight.stride(params.is_transposed ? 1 : 0);
     params.output = output.mutable_data_ptr();
     params.output_stride = params.out_features;
     params.many_rows = many_rows;

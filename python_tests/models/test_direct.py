@@ -21,6 +21,7 @@ from helpers.places import ROOT
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
+from transformers.pytorch_utils import Conv1D
 
 import specdec_ext
 from specdec_ext import DraftTree, ops
@@ -35,6 +36,7 @@ from specdec_ext.models.passes.linears import row_invariant, row_invariant_linea
 from specdec_ext.models.patching.forwards import replaced_forward
 
 DIRECT = {"llama", "qwen3", "mistral-window", "gemma2-window", "gemma3-window", *DECODERS}
+DIRECT |= {"gpt2", "gpt2-short"}
 DTYPES = [torch.float32, torch.bfloat16]
 TREE = DraftTree(
     torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, -2]])
@@ -315,7 +317,38 @@ def fewer_rows(model):
     joined.weight, joined.out_features = nn.Parameter(joined.weight[:-8].clone()), 56
 
 
+def other_conv(model):
+    class Conv(Conv1D):
+        pass
+
+    model.transformer.h[1].mlp.c_fc.__class__ = Conv
+
+
+def linear_for_conv(model):
+    model.transformer.h[1].mlp.c_fc = nn.Linear(32, 64).eval()
+
+
+def conv_for_linear(model):
+    model.model.layers[1].self_attn.q_proj = Conv1D(32, 32).eval()
+
+
+def own_positions(model):
+    class Embedding(nn.Embedding):
+        pass
+
+    model.transformer.wpe.__class__ = Embedding
+
+
+def scale_by_layer(model):
+    model.transformer.h[1].attn.scaling /= 2
+
+
 CHANGED_FAMILIES = {
+    "conv": ("gpt2", other_conv),
+    "conv-linear": ("gpt2", linear_for_conv),
+    "linear-conv": ("llama", conv_for_linear),
+    "positions": ("gpt2", own_positions),
+    "scaling": ("gpt2", scale_by_layer),
     "soft-cap": ("gemma2-window", change_attribute("attn_logit_softcapping", "self_attn", 3.0)),
     "norm-code": ("gemma2-window", change_norm_code),
     "embedding-code": ("gemma3-window", change_embedding_code),
@@ -342,7 +375,25 @@ def test_changed_families_have_no_fused_pass(change):
     assert direct_pass(model) is None
 
 
+def new_positions(model):
+    model.transformer.wpe.weight.data = model.transformer.wpe.weight.data.flip(0)
+
+
+def new_columns(model):
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    weight.data = 2 * weight.data
+
+
+def test_changed_code_of_a_transposed_matrix_has_no_fused_pass(monkeypatch):
+    model = copy.deepcopy(tiny_model("gpt2"))
+    assert direct_pass(model) is not None
+    monkeypatch.setattr(Conv1D, "forward", lambda self, x: 2 * x @ self.weight)
+    assert direct_pass(model) is None
+
+
 FOLLOWED = {
+    "positions": ("gpt2", new_positions),
+    "columns": ("gpt2", new_columns),
     "embedding-scale": ("gemma2-window", lambda m: m.model.embed_tokens.embed_scale.mul_(0.5)),
     "new-embedding-scale": ("granite", lambda m: setattr(m.model, "embedding_multiplier", 0.5)),
     "logits-cap": ("gemma2-window", change_config("final_logit_softcapping", 1.0)),
@@ -377,6 +428,7 @@ def test_activations():
         ("silu", True),
         ("gelu", True),
         ("gelu_pytorch_tanh", True),
+        ("gelu_new", True),
         ("relu", False),
     ):
         model = with_varied_vectors(random_model("starcoder2", hidden_act=act))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.models.tiny import CONFIGS, VOCAB, prompts, tiny_model
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from specdec_ext import ops
 from specdec_ext.models import make_target
@@ -33,12 +34,14 @@ def small_linear(**changes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linears_of_a_llama_are_row_invariant(dtype):
-    model = tiny_model("llama", dtype=dtype)
+@pytest.mark.parametrize(("name", "count"), [("llama", 7 * 3 + 1), ("gpt2", 4 * 3 + 1)])
+def test_linears_of_a_model_are_row_invariant(name, count, dtype):
+    model = tiny_model(name, dtype=dtype)
     linears = row_invariant(model)
-    assert len(linears) == 7 * 3 + 1
+    assert len(linears) == count
     for module in linears:
-        input = torch.randn(33, module.in_features).to(dtype)
+        is_transposed = type(module) is Conv1D
+        input = torch.randn(33, module.weight.shape[0 if is_transposed else 1]).to(dtype)
         with torch.inference_mode(), row_invariant_linears(linears):
             alone = torch.cat([module(row[None]) for row in input])
             for rows in (2, 5, 8, 33):

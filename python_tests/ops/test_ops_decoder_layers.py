@@ -5,11 +5,14 @@ specification in plain PyTorch in the same dtype, plus a unit in the last place.
 same bits alone, in a tree and in a batch. Slots that no node may see hold NaN.
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from helpers.ops.op_cases import generator, two_threads
+from torch.nn import functional as F
 
 from specdec_ext import ops
 from specdec_ext.ops.decoder_layers import (
@@ -70,6 +73,10 @@ DESIGNS = {
     "neox": design(BIASES, {"attention_norm_bias", "mlp_norm_bias"}, absent=("key", "value", "gate"),
         kv_heads=HEADS, rotary=2, form=dict(norm=Norm.LAYER, activation=Activation.GELU,
         interleaved=True, parallel=True)),
+    "gpt2": design(BIASES, {"attention_norm_bias", "mlp_norm_bias"}, absent=("key", "value", "gate"),
+        kv_heads=HEADS, rotations=0, form=dict(norm=Norm.LAYER, activation=Activation.GELU_NEW,
+        transposed=True, tables=(-1, -1))),
+    "transposed": design(BIASES, form=dict(transposed=True)),
 }  # fmt: skip
 
 
@@ -97,6 +104,7 @@ def random_case(dtype, name="qwen", *, windows=(0, 4), seed=0, hidden=HIDDEN, in
             size = sizes.get(each) or (sizes.get(each.removesuffix("_bias"), (hidden,))[0],)
             given = each in (LAYER_MATRICES if each in LAYER_MATRICES else built.optional)
             given = given and each.removesuffix("_bias") not in built.absent
+            size = size[::-1] if built.form.transposed else size
             weights.append(random(*size, scale=size[-1] ** -0.5) if given else random(0))
     weights.append(random(hidden))
     weights.append(random(hidden if built.form.norm == Norm.LAYER else 0))
@@ -140,7 +148,7 @@ def with_codes(case, names=LAYER_MATRICES):
             if name not in names or not weights[index].numel():
                 scales.append(torch.empty(0))
                 continue
-            outs, ins = weights[index].shape
+            outs, ins = weights[index].shape[:: -1 if case["form"].transposed else 1]
             bits = 8 if i % 2 else 4
             lowest, highest = (-128, 128) if bits == 8 else (0, 16)
             codes = torch.randint(lowest, highest, (outs, ins), generator=rng)
@@ -300,6 +308,49 @@ def test_a_row_of_a_prompt_does_not_depend_on_the_others():
         assert torch.equal(states, together[:, row, first:])
 
 
+def gelu_new(x):
+    """As transformers writes it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [
+        (Activation.SILU, F.silu),
+        (Activation.GELU, F.gelu),
+        (Activation.GELU_TANH, partial(F.gelu, approximate="tanh")),
+        (Activation.GELU_NEW, gelu_new),
+    ],
+    ids=["silu", "gelu", "gelu-tanh", "gelu-new"],
+)
+def test_activations_of_all_bfloat16(activation, function):
+    """Rounding elsewhere changes thousands; torch's exponential and tanh differ from ours for a few."""
+    numbers = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
+    x = numbers[numbers.isfinite()].view(-1, 255)
+    zeros = x.new_zeros(2, 2)
+    weights = {name: zeros for name in ("query", "key", "value", "output")}
+    weights |= {"up": x.new_tensor([[1, 0]]), "down": x.new_tensor([[0], [1]])}
+    form = DecoderForm(tensors=tuple(weights), activation=activation, tables=(-1,))
+    starts = torch.zeros(len(x), dtype=torch.long)
+    states = ops.decoder_layers(
+        torch.stack([x, torch.zeros_like(x)], dim=-1),
+        [],
+        [],
+        [*weights.values(), x.new_ones(2), x.new_empty(0)],
+        [x.new_zeros(len(x), 1, 255, 2) for _ in range(2)],
+        [0],
+        None,
+        starts,
+        starts,
+        0,
+        2,
+        1e-5,
+        1.0,
+        form=form,
+    ).states
+    assert (states[0, ..., 1] != function(x)).sum() < 50
+
+
 def with_exact_products(case):
     """The same layers with matrices that only pick inputs."""
     for i, tensor in enumerate(case["weights"]):
@@ -331,7 +382,7 @@ def test_attention_of_a_prompt_has_the_bits_of_a_tree():
 @pytest.mark.parametrize(
     "make", [random_case, lambda *args: prompt_case(args[0], 40, args[1])], ids=["tree", "prompt"]
 )
-@pytest.mark.parametrize("name", ["qwen", "joined-biases", "neox"])
+@pytest.mark.parametrize("name", ["qwen", "joined-biases", "neox", "gpt2"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_are_as_accurate_as_torch(dtype, name, make, names):
     case = with_codes(make(dtype, name), names)
@@ -432,7 +483,7 @@ def test_opcheck(make):
         ({"form": DecoderForm(tables=(0, 1))}, r"tables must be -1 \(none\) to 0, got 1"),
         ({"form": DecoderForm(tables=(-2, 0))}, "tables must be .* got -2"),
         ({"form": DecoderForm(norm=4)}, "norm must be 0 to 3, got 4"),
-        ({"form": DecoderForm(activation=-1)}, "activation must be 0 to 2, got -1"),
+        ({"form": DecoderForm(activation=-1)}, "activation must be 0 to 3, got -1"),
         ({"form": DecoderForm(softcap=-1.0)}, "softcap must be finite and 0 or more"),
         ({"form": DecoderForm(residual_scale=torch.inf)}, "residual_scale must be finite"),
         ({"form": DecoderForm(interleaved=True)}, "interleaved needs one matrix .* in several"),
@@ -505,6 +556,10 @@ def test_rejects_weights_that_a_layer_does_not_have(design, name, weight, messag
         ("neox", "query_norm", torch.zeros(HEADS * HEAD_DIM), "norms of single heads, if interleaved"),
         ("neox", "mlp_output_norm", torch.zeros(HIDDEN), "parallel does not go with"),
         ("olmo", "key_norm", torch.zeros(HEAD_DIM), r"contiguous \[12\]"),
+        ("gpt2", "query", torch.zeros(3 * HEADS * HEAD_DIM, HIDDEN), "whole heads of 6"),
+        ("gpt2", "up", torch.zeros(HIDDEN, 0), r"must be \[ins, outs\], got shape \[20, 0\]"),
+        ("gpt2", "down", torch.zeros(HIDDEN, INNER), r"must be \[28, 20\] with a contiguous last"),
+        ("gpt2", "output", torch.zeros(HIDDEN, HEADS * HEAD_DIM).T, r"must be \[24, 20\] with a contiguous"),
     ],
 )  # fmt: skip
 def test_rejects_a_design_that_does_not_fit(design, name, weight, message):

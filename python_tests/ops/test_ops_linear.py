@@ -8,19 +8,35 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.ops.op_cases import generator, two_threads
+from helpers.ops.op_cases import before_a_closed_page, generator, returns, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 FEW, MANY = partial(ops.linear, many_rows=False), partial(ops.linear, many_rows=True)
+
+
+def columns(weight):
+    """The same matrix stored by columns, with NaN between them and none after the last."""
+    outs, ins = weight.shape
+    wide = weight.new_full((ins, outs + 3), torch.nan)
+    wide[:, 3:] = weight.T
+    return wide[:, 3:].T
+
+
+def TRANSPOSED(input, weight, bias=None):
+    return ops.linear(input, columns(weight), bias)
+
+
 # Below, at and beyond a step (16 or 32), a chunk (128 to 1024) and a tile or a group of 24 to 64 outputs.
 IN_FEATURES = [1, 15, 16, 17, 33, 256, 511, 513, 1056, 2049]
 OUT_FEATURES = [1, 2, 7, 24, 25, 50, 63, 97]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 31, 32, 33, 70]
 
-both_orders = pytest.mark.parametrize("linear", [FEW, MANY], ids=["few", "many"])
+every_product = pytest.mark.parametrize(
+    "linear", [FEW, MANY, TRANSPOSED], ids=["few", "many", "transposed"]
+)
 needs_fma = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
     reason="without fused multiply-add the op has bits of its own",
@@ -45,6 +61,38 @@ def test_equals_reference(in_features, dtype, many_rows):
         for b in (bias, None):
             actual = ops.linear(input, weight, b, many_rows=many_rows)
             assert torch.equal(actual, linear_reference(input, weight, b, many_rows=many_rows))
+
+
+@needs_fma
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", IN_FEATURES)
+def test_transposed_weights_have_the_order_of_many_rows_in_float32(in_features, dtype):
+    """Up to 32 rows and beyond, which two loops compute, and whatever the caller says."""
+    for rows, out_features in ((3, 25), (5, 70), (40, 21)):
+        input, weight, bias = random_arguments(rows, in_features, out_features, dtype)
+        for b in (bias, None):
+            wide = (input.float(), weight.float(), None if b is None else b.float())
+            expected = linear_reference(*wide, many_rows=True).to(dtype)
+            assert torch.equal(linear_reference(input, columns(weight), b), expected)
+            for many_rows in (False, True):
+                actual = ops.linear(input, columns(weight), b, many_rows=many_rows)
+                assert torch.equal(actual, expected)
+
+
+def test_transposed_weights_are_read_in_any_tiles():
+    """The sums of one row are in tiles of 4096 outputs."""
+    input, weight, bias = random_arguments(40, 300, 4200, torch.float32)
+    together = TRANSPOSED(input, weight, bias)
+    for rows in (1, 3, 32):
+        assert torch.equal(TRANSPOSED(input[:rows], weight, bias), together[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_is_read_behind_the_last_column(dtype, rows):
+    input, weight, _ = random_arguments(rows, 45, 21, dtype)
+    stored = before_a_closed_page(weight.T.contiguous())
+    assert returns(lambda: ops.linear(input, stored.T))
 
 
 @needs_fma
@@ -91,7 +139,7 @@ def test_worked_example_for_many_rows(elements, dtype, expected):
     assert MANY(torch.ones(1, 260, dtype=dtype), weight.to(dtype)).item() == expected
 
 
-@both_orders
+@every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_features", [40, 4096])
 def test_error_is_at_most_twice_torchs(in_features, dtype, linear):
@@ -103,7 +151,7 @@ def test_error_is_at_most_twice_torchs(in_features, dtype, linear):
     assert error <= 2 * (torchs - exact).abs().max() + floor
 
 
-@both_orders
+@every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_features", [7, 256, 1100])
 def test_a_row_does_not_depend_on_the_others(in_features, dtype, linear):
@@ -119,13 +167,13 @@ def test_a_row_does_not_depend_on_the_others(in_features, dtype, linear):
 def test_rows_of_several_passes(dtype):
     """A pass takes 32 rows in the order for few rows, and 256 in the order for many."""
     input, weight, bias = random_arguments(520, 300, 70, dtype)
-    for linear in (FEW, MANY):
+    for linear in (FEW, MANY, TRANSPOSED):
         together = linear(input, weight, bias)
         for rows in (slice(250, 262), slice(255, 520), slice(0, 257)):
             assert torch.equal(linear(input[rows], weight, bias), together[rows])
 
 
-@both_orders
+@every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_output_does_not_depend_on_the_others(dtype, linear):
     input, weight, bias = random_arguments(7, 300, 100, dtype)
@@ -135,7 +183,7 @@ def test_an_output_does_not_depend_on_the_others(dtype, linear):
         assert torch.equal(part, together[:, -out_features:])
 
 
-@both_orders
+@every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_do_not_change_the_result(dtype, linear):
     arguments = random_arguments(5, 700, 1001, dtype)
@@ -145,7 +193,7 @@ def test_threads_do_not_change_the_result(dtype, linear):
             assert torch.equal(linear(*arguments), expected)
 
 
-@both_orders
+@every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides_do_not_change_the_result(dtype, linear):
     """Leading dimensions, strided and unaligned rows of input and weight, with NaN around them."""
@@ -167,7 +215,7 @@ def test_strides_do_not_change_the_result(dtype, linear):
     assert torch.equal(expanded, expanded[:1, :1].expand(6, 9))
 
 
-@both_orders
+@every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)], ids=str)
 def test_empty_inputs_equal_torch(shape, dtype, linear):
@@ -177,7 +225,7 @@ def test_empty_inputs_equal_torch(shape, dtype, linear):
     assert actual.shape == expected.shape and torch.equal(actual, expected)
 
 
-@both_orders
+@every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_propagate(dtype, linear):
     inf, nan, largest = torch.inf, torch.nan, torch.finfo(dtype).max
@@ -193,7 +241,7 @@ def isa_results():
     """Also checks what holds in every instruction set."""
     results = []
     for dtype in DTYPES:
-        for linear in (FEW, MANY):
+        for linear in (FEW, MANY, TRANSPOSED):
             test_error_is_at_most_twice_torchs(40, dtype, linear)
             test_strides_do_not_change_the_result(dtype, linear)
             for in_features in (7, 1100):
@@ -207,8 +255,9 @@ def isa_results():
 def test_opcheck(with_bias, dtype):
     input, weight, bias = random_arguments(6, 9, 4, dtype)
     for many_rows in (False, True):
-        arguments = (input.view(2, 3, 9), weight, bias if with_bias else None, many_rows)
-        torch.library.opcheck(torch.ops.specdec.linear, arguments)
+        for stored in (weight, columns(weight)):
+            arguments = (input.view(2, 3, 9), stored, bias if with_bias else None, many_rows)
+            torch.library.opcheck(torch.ops.specdec.linear, arguments)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +271,8 @@ def test_opcheck(with_bias, dtype):
         ("weight", lambda t: t.bfloat16(), r"must be torch.float32, got torch.bfloat16; convert"),
         ("weight", lambda t: t[0], r"must be \[out_features, in_features\], got shape \[6\]"),
         ("weight", lambda t: t[:, :5], r"must be .* = \[3, 6\], got shape \[3, 5\]"),
-        ("weight", lambda t: t.mT.contiguous().mT, r"must be contiguous .*, got stride 3; call"),
+        ("weight", lambda t: t.new_zeros(6, 12)[::2, ::2], r"must be contiguous .*, got stride 2; call"),
+        ("weight", lambda t: t.T.contiguous()[:5].T, r"must be .* = \[3, 6\], got shape \[3, 5\]"),
         ("bias", lambda t: t[:2], r"must be \[out_features\] = \[3\], got shape \[2\]"),
         ("bias", lambda t: t.bfloat16(), r"must be torch.float32, got torch.bfloat16"),
         ("bias", lambda t: t.new_zeros(6)[::2], r"must be contiguous .*, got stride 2; call"),

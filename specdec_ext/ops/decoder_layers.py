@@ -61,11 +61,18 @@ class Norm(IntEnum):
 
 
 class Activation(IntEnum):
-    """Activation functions: ``torch.nn.functional.silu``, ``gelu``, and ``gelu(approximate="tanh")``."""
+    """Activation functions of an MLP.
+
+    Attributes:
+        SILU, GELU: ``torch.nn.functional.silu`` and ``gelu``.
+        GELU_TANH: ``torch.nn.functional.gelu(approximate="tanh")``.
+        GELU_NEW: the same formula as operations of PyTorch, each rounded to the dtype (GPT-2).
+    """
 
     SILU = 0
     GELU = 1
     GELU_TANH = 2
+    GELU_NEW = 3
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class DecoderForm:
             the query, the key and the value of each head (GPT-NeoX).
         parallel: attention and MLP both read the input of the layer, which becomes ``(mlp + attention) +
             input``. Such layers have no norms of outputs, and ``residual_scale`` is 1.
+        transposed: matrices are stored as ``[ins, outs]`` (GPT-2); codes are not.
         softcap: attention scores become ``softcap * tanh(scores / softcap)``; 0 for none.
         residual_scale: factor of the outputs of attention and MLP before they are added.
         tables: of each layer, the index of its cosines and sines, -1 for no rotation; empty: 0 for all.
@@ -90,6 +98,7 @@ class DecoderForm:
     activation: Activation = Activation.SILU
     interleaved: bool = False
     parallel: bool = False
+    transposed: bool = False
     softcap: float = 0.0
     residual_scale: float = 1.0
     tables: tuple[int, ...] = ()
@@ -104,6 +113,7 @@ class DecoderForm:
             int(self.activation),
             self.interleaved,
             self.parallel,
+            self.transposed,
             self.softcap,
             self.residual_scale,
         )

@@ -32,8 +32,10 @@ def linear(
     Args:
         input: ``[..., in_features]`` float32 or bfloat16; the last dimension is contiguous, and the others
             have at most two independent strides.
-        weight: ``[out_features, in_features]`` of the same dtype, the last dimension contiguous; or a
-            :class:`QuantisedWeight` of this shape. It is not copied or packed.
+        weight: ``[out_features, in_features]`` of the same dtype, of which one dimension is contiguous; or a
+            :class:`QuantisedWeight` of this shape. It is not copied or packed. If the first dimension is
+            contiguous, as in ``conv.weight.T`` of GPT-2, all numbers become float32, and every product has
+            the order for many rows.
         bias: ``[out_features]`` of the same dtype, contiguous, or None.
         many_rows: sum in the order for many rows (a prompt), which is the faster one from about 32 rows on.
 

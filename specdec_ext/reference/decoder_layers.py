@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -64,6 +65,7 @@ def decoder_layers(
         weight, bias = own[name], own[f"{name}_bias"]
         codes = own_scales.get(name)
         if codes is None or not codes.numel():
+            weight = weight.T if form.transposed else weight
             return F.linear(x, weight, bias if bias.numel() else None)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         table = levels if weight.dtype == torch.uint8 else None
@@ -73,6 +75,9 @@ def decoder_layers(
     def activation(x: Tensor) -> Tensor:
         if form.activation == Activation.SILU:
             return F.silu(x)
+        if form.activation == Activation.GELU_NEW:
+            inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+            return 0.5 * x * (1 + inner.tanh())
         exact = form.activation == Activation.GELU
         return F.gelu(x, approximate="none" if exact else "tanh")
 

@@ -3,7 +3,8 @@
 Each of 16 lanes adds every 16th element of ``in_features`` (in bfloat16 every 16th pair, the second element
 of the pair first) with fused multiply-add. The lanes are then added as a binary tree. With ``many_rows``,
 there is one lane for each block of 256 elements, and the lanes are added one after the other. Codes are
-first expanded to float32 weights, and multiplied in the order of float32.
+first expanded to float32 weights, and multiplied in the order of float32. Transposed weights become float32,
+too, and have the order for many rows.
 
 Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to
 float32. These two roundings differ from one about once in 2^29 operations.
@@ -34,6 +35,11 @@ def linear(
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         bias = None if bias is None else bias.to(wide)
         product = linear(input.to(wide), weight.dequantise(wide), bias, many_rows=many_rows)
+        return product.to(input.dtype)
+    if weight.stride(1) != 1 and weight.stride(0) == 1 and weight.shape[1] > 1:
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        bias = None if bias is None else bias.to(wide)
+        product = linear(input.to(wide), weight.to(wide).contiguous(), bias, many_rows=True)
         return product.to(input.dtype)
     per_lane = 2 if input.dtype == torch.bfloat16 else 1
     if many_rows:

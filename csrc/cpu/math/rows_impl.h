@@ -182,6 +182,15 @@ SPECDEC_HOST_DEVICE void module_rotate_row(T* x, const ModuleNorm& norm,
   for (int64_t i = rotation.rotary; i < head_dim; ++i) out[i] = x[i];
 }
 
+// gelu_tanh of PyTorch operations, each of which stores a tensor.
+template <typename T>
+SPECDEC_HOST_DEVICE float gelu_new(float x) {
+  const float cube = rounded<T>(exact_mul(rounded<T>(exact_mul(x, x)), x));
+  const float inner = rounded<T>(exact_add(x, rounded<T>(exact_mul(kGeluCubic, cube))));
+  const float tanh = rounded<T>(tanh_approx(rounded<T>(exact_mul(kGeluScale, inner))));
+  return exact_mul(rounded<T>(exact_mul(0.5f, x)), rounded<T>(exact_add(1.0f, tanh)));
+}
+
 template <float (*activation)(float), typename T>
 SPECDEC_HOST_DEVICE void module_activate_row(const T* __restrict gate, const T* __restrict up,
                                              int64_t count, T* __restrict out) {
@@ -204,6 +213,8 @@ SPECDEC_HOST_DEVICE void module_activate_any(Activation activation, const T* gat
       return module_activate_row<gelu>(gate, up, count, out);
     case Activation::kGeluTanh:
       return module_activate_row<gelu_tanh>(gate, up, count, out);
+    case Activation::kGeluNew:
+      return module_activate_row<gelu_new<T>>(gate, up, count, out);
   }
 }
 

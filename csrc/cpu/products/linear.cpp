@@ -1,6 +1,6 @@
 // CPU op linear. Few rows: passes of up to 32 rows; a pass is one parallel loop over tiles of output
 // columns. The inputs are copied into the order in which the kernels read them (linear_kernel.h);
-// the weights are not copied. Many rows: many_rows.cpp.
+// the weights are not copied. Many rows, and transposed weights: many_rows.cpp.
 //
 // Bits: AVX2 and AVX-512 agree, with and without vdpbf16ps, unless a bfloat16 or a partial sum is
 // subnormal, which vdpbf16ps treats as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
@@ -18,6 +18,13 @@ namespace {
 struct alignas(kStepBytes) Step {
   std::byte bytes[kStepBytes];
 };
+
+bool has_codes(const LinearParams& params) { return params.codes.bits != 0; }
+
+// The type of packed inputs.
+FloatType packed_type(const LinearParams& params) {
+  return has_codes(params) ? FloatType::kFloat32 : params.type;
+}
 
 // The steps of a packed row: a whole number of blocks, if the weights are codes.
 int64_t num_steps(const LinearParams& params) {
@@ -78,7 +85,7 @@ void for_each_pass(const LinearParams& params, int64_t max_rows, const Compute& 
 }
 
 void few_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
-  const Products code = cpu::products(products[0].type, has_codes(products[0]));
+  const Products code = cpu::products(products[0].type, weight_kind(products[0]));
   const int64_t tiles = num_parts(products, kTileOuts);
   for_each_pass(products[0], code.max_rows, [&](const LinearPass& pass) {
     parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.rows),
@@ -97,10 +104,15 @@ void few_rows_linears(std::span<const LinearParams> products, const ParallelFor&
 
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
   while (!products.empty()) {
+    const WeightKind kind = weight_kind(products[0]);
     size_t count = 1;
-    while (count < products.size() && has_codes(products[count]) == has_codes(products[0])) ++count;
+    while (count < products.size() && weight_kind(products[count]) == kind) ++count;
     const auto run = products.first(count);
-    run[0].many_rows ? many_rows_linears(run, parallel_for) : few_rows_linears(run, parallel_for);
+    if (run[0].many_rows || kind == WeightKind::kColumns) {
+      many_rows_linears(run, parallel_for);
+    } else {
+      few_rows_linears(run, parallel_for);
+    }
     products = products.subspan(count);
   }
 }

@@ -61,6 +61,12 @@ struct Float32 : Avx2 {
     sums = _mm256_fmadd_ps(w, x, sums);
   }
 
+  SPECDEC_LINEAR_INLINE static Vector widen(const float* p) { return _mm256_loadu_ps(p); }
+  SPECDEC_LINEAR_INLINE static Vector widen(const BFloat16* p) {
+    const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(stored), 16));
+  }
+
   static constexpr int kMaxCodeRows = 4;  // with more, compilers keep sums in memory
   static constexpr int num_code_outs(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
   SPECDEC_LINEAR_INLINE static __m128i load_bytes(const void* codes) {
@@ -139,8 +145,8 @@ struct BFloat16Split : Avx2 {
 
 }  // namespace
 
-Products products_avx2(FloatType type, bool has_codes) {
-  if (has_codes) return products_of_codes<Float32>(type);
+Products products_avx2(FloatType type, WeightKind kind) {
+  if (kind != WeightKind::kRows) return wide_products<Float32>(type, kind);
   return type == FloatType::kFloat32 ? products_with<Float32, Float32>()
                                      : products_with<BFloat16Split, Float32>();
 }

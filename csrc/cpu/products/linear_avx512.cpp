@@ -65,6 +65,12 @@ struct Float32 : Avx512 {
     sums = _mm512_fmadd_ps(w, x, sums);
   }
 
+  SPECDEC_LINEAR_INLINE static Vector widen(const float* p) { return _mm512_loadu_ps(p); }
+  SPECDEC_LINEAR_INLINE static Vector widen(const BFloat16* p) {
+    const __m256i stored = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(stored), 16));
+  }
+
   static constexpr int kMaxCodeRows = 12;
   static constexpr int num_code_outs(int rows) { return rows > 8 ? 2 : num_outs(rows); }
   SPECDEC_LINEAR_INLINE static __m128i load_bytes(const void* codes) {
@@ -149,8 +155,8 @@ struct BFloat16Split : Avx512 {
 
 }  // namespace
 
-Products products_avx512(FloatType type, bool has_codes) {
-  if (has_codes) return products_of_codes<Float32>(type);
+Products products_avx512(FloatType type, WeightKind kind) {
+  if (kind != WeightKind::kRows) return wide_products<Float32>(type, kind);
   if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
   return cpu_has_avx512_bf16() ? products_with<BFloat16Dot, BFloat16Dot>()
                                : products_with<BFloat16Split, Float32>();

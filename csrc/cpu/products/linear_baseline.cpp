@@ -67,6 +67,13 @@ struct Portable {
     }
   }
 
+  template <class Stored>
+  SPECDEC_LINEAR_INLINE static Vector widen(const Stored* p) {
+    Vector v;
+    for (int64_t lane = 0; lane < kLanes; ++lane) v.value[lane] = to_float(p[lane]);
+    return v;
+  }
+
   SPECDEC_LINEAR_INLINE static Vector zero() { return {}; }
   SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) {
     Vector v;
@@ -140,8 +147,8 @@ struct Portable {
 
 }  // namespace
 
-Products products_baseline(FloatType type, bool has_codes) {
-  if (has_codes) return products_of_codes<Portable<float>>(type);
+Products products_baseline(FloatType type, WeightKind kind) {
+  if (kind != WeightKind::kRows) return wide_products<Portable<float>>(type, kind);
   return type == FloatType::kFloat32 ? products_with<Portable<float>, Portable<float>>()
                                      : products_with<Portable<BFloat16>, Portable<float>>();
 }

@@ -1,4 +1,4 @@
-// The products of `linear` for many input rows.
+// The products of `linear` for many input rows, and for transposed weights.
 #pragma once
 
 #include <span>
@@ -7,7 +7,7 @@
 
 namespace specdec::cpu {
 
-// As `linears`, for products with many_rows.
+// As `linears`, for products with many_rows or transposed weights, all of the same kind.
 void many_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for);
 
 }  // namespace specdec::cpu

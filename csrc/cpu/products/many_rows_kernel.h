@@ -11,15 +11,17 @@
 //
 // Inputs and weights are rows of words of four bytes: a float32 or two bfloat16. What is multiplied
 // are words, or the two bfloat16 of a word as float32 if the format does not multiply pairs. Codes
-// (codes_kernel.h) and their inputs become float32 first.
+// (codes_kernel.h), columns, and their inputs become float32 first.
 //
 // Loops, outermost first: groups of kGroupOuts weight rows, blocks of in_features (linear.h), panels
 // of kOuts weight rows, blocks of input rows. A panel's block of in_features is transposed into L1
 // (16 or 32 KiB), where all input rows use it. The block of all inputs stays in L2 while the group's
-// panels use it.
+// panels use it. Columns are copied there. With few input rows, columns_kernel.h reads them where they
+// are.
 #pragma once
 
 #include "codes_kernel.h"
+#include "columns_kernel.h"
 #include "panel_kernel.h"
 
 namespace specdec::cpu {
@@ -27,7 +29,7 @@ namespace specdec::cpu {
 constexpr int64_t kTransposed = 8;
 
 // `Source` is the type of weights and packed inputs, `Stored` that of inputs, biases and outputs.
-template <class F, class Source, class Stored, bool kHasCodes>
+template <class F, class Source, class Stored, WeightKind kKind>
 class ManyRowsKernel {
  public:
   static int64_t packed_size(int64_t rows, int64_t ins) {
@@ -58,6 +60,9 @@ class ManyRowsKernel {
 
   SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
                                         int64_t end_out) {
+    if constexpr (kKind == WeightKind::kColumns) {
+      if (pass.rows <= kPassRows) return ColumnsKernel<F, Stored>::run(pass, first_out, end_out);
+    }
     alignas(64) float sums[kManyPassRows * kGroupOuts];
     const int64_t words = num_words(pass.params.in_features);
     for (int64_t out = first_out; out < end_out; out += kGroupOuts) {
@@ -80,12 +85,12 @@ class ManyRowsKernel {
   static constexpr int64_t kVectorOuts = kLanes / F::kParts;
   static constexpr int64_t kOuts = kVectors * kVectorOuts;
   static constexpr int64_t kGroupOuts = 64;
-  static constexpr int64_t kBlock = 256;                                 // elements of in_features
   static constexpr int64_t kPerWord = 4 / sizeof(Source);                // elements
   static constexpr int64_t kWordUnits = kPerWord * sizeof(Element) / 4;  // multiplied one by one
-  static constexpr int64_t kWords = kBlock / kPerWord;
+  static constexpr int64_t kWords = kManyBlock / kPerWord;
   static constexpr int64_t kLineWords = kStepBytes / 4;
   static constexpr int64_t kUnits = kWords * kWordUnits;
+  static constexpr int64_t kAhead = 16;  // columns that are prefetched
   static_assert(kManyOuts % kOuts == 0 && kGroupOuts % kOuts == 0 && kWords % kTransposed == 0);
 
   static int64_t num_words(int64_t ins) { return (ins + kPerWord - 1) / kPerWord; }
@@ -94,7 +99,7 @@ class ManyRowsKernel {
   template <class T>
   SPECDEC_LINEAR_INLINE static void copy_words(const T* row, int64_t ins, int64_t first,
                                                float* words) {
-    const int64_t begin = first * kPerWord, count = std::min(kBlock, ins - begin);
+    const int64_t begin = first * kPerWord, count = std::min(kManyBlock, ins - begin);
     const int64_t bytes = count * sizeof(Source);
     if constexpr (std::is_same_v<T, Source>) {
       std::memcpy(words, row + begin, bytes);
@@ -135,6 +140,35 @@ class ManyRowsKernel {
   // Stores a block of weight rows [out, end) as [units][kOuts]; zeros where there is no row.
   SPECDEC_LINEAR_TARGET static void load_panel(const LinearParams& params, int64_t out, int64_t end,
                                                int64_t first, int64_t words, float* panel) {
+    if constexpr (kKind == WeightKind::kColumns) {
+      copy_panel(params, out, end, first, words, panel);
+    } else {
+      transpose_panel(params, out, end, first, words, panel);
+    }
+  }
+
+  SPECDEC_LINEAR_TARGET static void copy_panel(const LinearParams& params, int64_t out, int64_t end,
+                                               int64_t first, int64_t words, float* panel) {
+    const int64_t stride = params.weight_stride, count = end - out;
+    const Stored* column = static_cast<const Stored*>(params.weight) + first * stride + out;
+    for (int64_t word = 0; word < words; ++word, column += stride) {
+      __builtin_prefetch(column + kAhead * stride, 0, 2);
+      const Stored* whole = column;
+      Stored padded[kOuts] = {};
+      if (count < kOuts) {
+        std::memcpy(padded, column, count * sizeof(Stored));
+        whole = padded;
+      }
+      SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) {
+        F::store_lanes(F::widen(whole + i * kVectorOuts), panel + word * kOuts + i * kVectorOuts);
+      }
+    }
+  }
+
+  SPECDEC_LINEAR_TARGET static void transpose_panel(const LinearParams& params, int64_t out,
+                                                    int64_t end, int64_t first, int64_t words,
+                                                    float* panel) {
+    constexpr bool kHasCodes = kKind == WeightKind::kCodes;
     alignas(64) float copied[kTransposed][kWords];
     const bool is_whole =
         words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
@@ -241,23 +275,27 @@ class ManyRowsKernel {
 template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
-  using ManyRows = ManyRowsKernel<Many, Element, Element, false>;
+  using ManyRows = ManyRowsKernel<Many, Element, Element, WeightKind::kRows>;
   return {F::kMaxRows,           LinearKernel<F>::run,  PanelKernel<F>::run,
           ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
 }
 
-// The products of codes with the format F of float32, for inputs and outputs of a type.
+// The products of codes or columns with the format F of float32, for inputs and outputs of a type.
 template <class F, class Stored>
-Products products_of_codes() {
-  using ManyRows = ManyRowsKernel<F, float, Stored, true>;
-  return {F::kMaxCodeRows,       CodesKernel<F, Stored>::run, nullptr,
-          ManyRows::packed_size, ManyRows::pack_inputs,       ManyRows::run};
+Products wide_products(WeightKind kind) {
+  if (kind == WeightKind::kCodes) {
+    using ManyRows = ManyRowsKernel<F, float, Stored, WeightKind::kCodes>;
+    return {F::kMaxCodeRows,       CodesKernel<F, Stored>::run, nullptr,
+            ManyRows::packed_size, ManyRows::pack_inputs,       ManyRows::run};
+  }
+  using ManyRows = ManyRowsKernel<F, float, Stored, WeightKind::kColumns>;
+  return {0, nullptr, nullptr, ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
 }
 
 template <class F>
-Products products_of_codes(FloatType type) {
-  return type == FloatType::kFloat32 ? products_of_codes<F, float>()
-                                     : products_of_codes<F, BFloat16>();
+Products wide_products(FloatType type, WeightKind kind) {
+  return type == FloatType::kFloat32 ? wide_products<F, float>(kind)
+                                     : wide_products<F, BFloat16>(kind);
 }
 
 }  // namespace specdec::cpu

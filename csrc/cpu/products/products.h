@@ -1,6 +1,6 @@
 // The matrix products of `linear` and of panels, as linear.cpp, many_rows.cpp and panels.cpp call
 // them. They are compiled for each instruction set: linear_kernel.h, many_rows_kernel.h,
-// panel_kernel.h.
+// columns_kernel.h, panel_kernel.h.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,8 @@ struct LinearPass {
 };
 
 constexpr int64_t kManyPassRows = 256;
-constexpr int64_t kManyOuts = 32;  // weight rows that a thread takes at least
+constexpr int64_t kManyOuts = 32;    // weight rows that a thread takes at least
+constexpr int64_t kManyBlock = 256;  // elements of in_features that have a sum of their own
 
 // Up to kManyPassRows rows of a product for many rows, with the inputs as `pack_inputs` writes them.
 struct ManyRowsPass {
@@ -40,8 +41,20 @@ struct ManyRowsPass {
   const float* inputs;
 };
 
-// The products of one element type on one instruction set. With codes, which are float32 weights to
-// the loops, inputs are packed as float32.
+// How a matrix is stored. Codes and columns are float32 weights to the loops, so their inputs are
+// packed as float32.
+enum class WeightKind {
+  kRows,     // a row has the weights of an output
+  kCodes,    // rows of codes of 8 or 4 bits
+  kColumns,  // transposed: a row has the weights of an input
+};
+
+inline WeightKind weight_kind(const LinearParams& params) {
+  if (params.codes.bits != 0) return WeightKind::kCodes;
+  return params.is_transposed ? WeightKind::kColumns : WeightKind::kRows;
+}
+
+// The products of one element type and kind of weights on one instruction set.
 struct Products {
   int64_t max_rows;  // of a block of a LinearPass
   // Writes the pass's rows of output[:, first_out:end_out].
@@ -59,21 +72,13 @@ struct Products {
   void (*many_rows)(const ManyRowsPass& pass, int64_t first_out, int64_t end_out);
 };
 
-// `type` is float32 or bfloat16. There are no panels of codes.
-Products products_baseline(FloatType type, bool has_codes);
-Products products_avx2(FloatType type, bool has_codes);
-Products products_avx512(FloatType type, bool has_codes);
+// `type` is float32 or bfloat16. Codes have no panels, and columns only the products of many rows.
+Products products_baseline(FloatType type, WeightKind kind);
+Products products_avx2(FloatType type, WeightKind kind);
+Products products_avx512(FloatType type, WeightKind kind);
 
-inline Products products(FloatType type, bool has_codes) {
-  return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type,
-                                                                                       has_codes);
-}
-
-inline bool has_codes(const LinearParams& params) { return params.codes.bits != 0; }
-
-// The type of packed inputs.
-inline FloatType packed_type(const LinearParams& params) {
-  return has_codes(params) ? FloatType::kFloat32 : params.type;
+inline Products products(FloatType type, WeightKind kind) {
+  return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type, kind);
 }
 
 // The number of parts for which a thread pays, if a part multiplies `rows` input rows with `outs`

@@ -17,8 +17,9 @@ enum class Activation {
   kSilu,      // x / (1 + exp(-x))
   kGelu,      // x (1 + erf(x / sqrt(2))) / 2
   kGeluTanh,  // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+  kGeluNew,   // the same, rounded after every operation
 };
-constexpr int kActivations = 3;
+constexpr int kActivations = 4;
 
 // A norm of the modules of a model. Without a weight there is no norm.
 struct ModuleNorm {

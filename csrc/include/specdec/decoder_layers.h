@@ -25,6 +25,7 @@ namespace specdec {
 struct DecoderMatrix {
   const void* weight;     // [outs, ins], last dimension contiguous; null: the layer has none
   int64_t weight_stride;  // elements; bytes for codes
+  bool is_transposed;     // weight is [ins, outs]
   WeightCodes codes;      // linear.h
   const void* bias;       // [outs] contiguous, or null
   int64_t outs;

@@ -19,6 +19,10 @@
 //
 // Instead of weights, a matrix may have codes of 8 or 4 bits. The weight of a code is the float32
 // code * scale + offset, rounded once; the inputs become float32, and the order is that of float32.
+//
+// A transposed matrix stores its columns, the weights of an input, one after the other. Its weights
+// and inputs become float32, and the order is always that of float32 for many rows, in which each
+// column is read once and as it is.
 #pragma once
 
 #include <span>
@@ -52,8 +56,10 @@ struct LinearParams {
   int64_t inner_rows;
   int64_t outer_stride;
   int64_t inner_stride;
-  const void* weight;     // [out_features, in_features], last dimension contiguous
+  // [out_features, in_features], or transposed [in_features, out_features]; last dimension contiguous
+  const void* weight;
   int64_t weight_stride;  // elements; bytes for codes
+  bool is_transposed;     // never codes
   WeightCodes codes;
   const void* bias;  // [out_features] contiguous, or null
   int64_t rows;
@@ -69,7 +75,7 @@ struct LinearParams {
 namespace cpu {
 void linear(const LinearParams& params, const ParallelFor& parallel_for);
 // Several weights with the same input, of which all products have the same description but for
-// codes: one parallel loop, or one for each run of products with and without codes.
+// the kind of weights: one parallel loop for each run of products with the same kind.
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for);
 }  // namespace cpu
 

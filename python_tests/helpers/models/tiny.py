@@ -123,6 +123,7 @@ DECODERS: dict[str, tuple[str, dict]] = {
     "granite": ("granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5,
         "attention_multiplier": 0.2}),
     "olmo2": ("olmo2", {}),
+    "olmo3-window": ("olmo3", {"sliding_window": 8, "num_hidden_layers": 4}),
     "starcoder2-window": ("starcoder2", {"sliding_window": 8}),
     "gpt_neox": ("gpt_neox", {"rope_parameters": _HALF}),
     "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),

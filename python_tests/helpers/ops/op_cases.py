@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -39,6 +43,29 @@ def sliced(tensor: Tensor, device: str) -> Tensor:
     view = buffer[1:, :6, 1, 7:108]
     view.copy_(tensor)
     return view
+
+
+def before_a_closed_page(tensor: Tensor) -> Tensor:
+    """The same values on the CPU, behind which there is a page of memory that can't be read."""
+    count = tensor.numel() * tensor.element_size()
+    size = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = torch.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), dtype=torch.uint8)
+    moved = pages[size - count : size].view(tensor.dtype).view(tensor.shape)
+    moved.copy_(tensor)
+    closed = ctypes.c_void_p(pages.data_ptr() + size), ctypes.c_size_t(mmap.PAGESIZE)
+    assert ctypes.CDLL(None, use_errno=True).mprotect(*closed, 0) == 0
+    return moved
+
+
+def returns(call: Callable[[], object]) -> bool:
+    """Whether a call does not end its process, which is a copy of this one."""
+    if not hasattr(os, "fork"):
+        pytest.skip("a wrong read would end the process of the tests")
+    child = os.fork()
+    if not child:
+        call()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def check_rows_alone(

@@ -38,6 +38,8 @@ def has_code_of(family: Family, kinds: Mapping[str, Collection[Any]]) -> bool:
         pattern = _pattern(family.classes[kind])
         if any(_code(each) is None or _code(each) not in pattern for each in classes):
             return False
+    if family.positions is not None:
+        return True
     rotations = {_rotation(each.forward) for each in kinds["Attention"]}
     return None not in rotations and rotations <= _rotations(family.classes["Attention"])
 

@@ -1,16 +1,16 @@
-"""Row-invariant ``nn.Linear`` modules during a pass on the CPU.
+"""Row-invariant linear layers during a pass on the CPU.
 
 A matrix library sums in an order that depends on the number of rows, so a token's logits depend on the number
 of tokens that are scored with it. ``ops.linear`` always sums in the same order: one for the few rows of a
 decoding pass, one for the many rows of a prompt. It is faster for few rows, and for many rows in bfloat16 on
 processors without bfloat16 arithmetic. While :func:`row_invariant_linears` is open, plain ``torch.nn.Linear``
-modules, and layers of weights in 8 or 4 bits (``models/quantised``), use it in this thread. Hooks run as
-usual, and afterwards the modules are as before.
+modules, the ``Conv1D`` of GPT-2, and layers of weights in 8 or 4 bits (``models/quantised``), use it in this
+thread. Hooks run as usual, and afterwards the modules are as before.
 
 The following are computed by their own forward: other subclasses, parametrized layers, layers that quantise
 their input, modules whose ``forward`` other software has replaced (offloading), compiled models, training
 mode, autocast, calls that record gradients, dtypes other than float32 and bfloat16. The linear layer inside a
-LoRA layer is a plain one. The op can't read GPT-2's ``Conv1D``, whose weight is transposed.
+LoRA layer is a plain one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from specdec_ext import ops
 from specdec_ext.models.patching.changes import binding
@@ -69,8 +70,9 @@ def _linear(module: nn.Module, forward: Callable[[Tensor], Tensor], input: Tenso
 def matrix_of(module: nn.Module) -> tuple[Tensor | QuantisedWeight | None, Tensor | None]:
     """Return the weight and the bias of a linear layer; no weight if the op can't take it."""
     parameters = module._parameters
-    if type(module) is nn.Linear and type(weight := parameters["weight"]) is nn.Parameter:
-        return weight, parameters["bias"]
+    kind = type(module)
+    if kind in (nn.Linear, Conv1D) and type(weight := parameters["weight"]) is nn.Parameter:
+        return weight if kind is nn.Linear else weight.T, parameters["bias"]
     return weight_of(module), getattr(module, "bias", None)
 
 
@@ -98,7 +100,7 @@ def is_readable(module: nn.Module) -> bool:
         and weight.layout == torch.strided
         and weight.is_cpu
         and weight.dtype in (torch.float32, torch.bfloat16)
-        and weight.stride(1) == 1
+        and weight.stride(0 if type(module) is Conv1D else 1) == 1
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
     )
 

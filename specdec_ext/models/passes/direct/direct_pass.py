@@ -58,6 +58,7 @@ class DirectPass:
     Attributes:
         kinds: classes of the modules, as for :func:`has_code_of`.
         embedding_scale: factor of the embeddings, None for 1.
+        positions: embeddings of positions, which are added; None if there are none.
         rotations: one function for each table of rotations: states, position ids -> cosines, sines.
         weights, scales, levels: as :func:`specdec_ext.ops.decoder_layers` takes them.
         logits_divisor, logits_cap: the logits are divided by one, and capped like attention scores by the
@@ -69,6 +70,7 @@ class DirectPass:
     kinds: dict[str, frozenset[type]]
     embedding: Tensor
     embedding_scale: Tensor | float | None
+    positions: Tensor | None
     rotations: list[Callable[..., tuple[Tensor, Tensor]]]
     weights: list[Tensor]
     scales: list[Tensor]
@@ -115,6 +117,8 @@ class DirectPass:
         hidden = nn.functional.embedding(tokens, self.embedding)
         if (factor := self.embedding_scale) is not None:
             hidden = hidden * (factor.to(hidden.dtype) if isinstance(factor, Tensor) else factor)
+        if self.positions is not None:
+            hidden = hidden + nn.functional.embedding(position_ids, self.positions)
         caches = []
         for layer in layers:
             layer.reserve(block.stop)

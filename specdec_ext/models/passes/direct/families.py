@@ -32,10 +32,12 @@ class Family:
     Attributes:
         classes: kind of module -> classes with its code, as ``"folder.Class"`` of ``transformers.models``. If
             there is no RMSNorm, norms are ``torch.nn.LayerNorm``.
+        layers: name in the decoder.
         modules: name in ``LAYER_TENSORS`` -> path of the module in a layer that has the weight.
         attention, activation: paths of these modules in a layer.
         idle: paths of modules in a layer that do nothing outside of training.
         embedding, final_norm: names in the decoder.
+        positions: name in the decoder of the embedding of positions; None if positions are rotations.
         idle_in_decoder: like ``idle``, in the decoder.
         norm: kind of all norms.
         eps: attribute of a norm.
@@ -43,7 +45,7 @@ class Family:
         windowed: whether the code honours sliding windows in the config.
         interleaved: as in :class:`specdec_ext.ops.decoder_layers.DecoderForm`.
         partly_rotated: whether a part of each head may be left without rotation.
-        rotations_by_type: whether the types of layers (``config.layer_types``) have rotations of their own.
+        rotations_by_type: whether types of layers (``config.layer_types``) may have rotations of their own.
         rotates: attribute of the attention, whether the layer rotates at all; None if all do.
         softcap: attribute of the attention: cap of the scores or None.
         residual_scale, parallel: attributes of a layer.
@@ -54,10 +56,12 @@ class Family:
 
     classes: Mapping[str, tuple[str, ...]]
     modules: Mapping[str, str]
+    layers: str = "layers"
     attention: str = "self_attn"
     activation: str = "mlp.act_fn"
     idle: frozenset[str] = frozenset()
     embedding: str = "embed_tokens"
+    positions: str | None = None
     final_norm: str = "norm"
     idle_in_decoder: frozenset[str] = frozenset()
     norm: Norm = Norm.RMS
@@ -193,6 +197,7 @@ _OLMO2 = Family(
     },
     norm=Norm.RMS_WIDE,
 )
+_OLMO3 = replace(_OLMO2, classes=_classes("olmo3.Olmo3"), windowed=True, rotations_by_type=True)
 _STARCODER2 = Family(
     classes=_without_norms(_classes("starcoder2.Starcoder2")),
     modules={
@@ -232,6 +237,34 @@ _GPT_NEOX = Family(
     partly_rotated=True,
     parallel="use_parallel_residual",
 )
+_GPT2 = Family(
+    classes={
+        "ForCausalLM": ("gpt2.GPT2LMHeadModel",),
+        "Model": ("gpt2.GPT2Model",),
+        "DecoderLayer": ("gpt2.GPT2Block",),
+        "Attention": ("gpt2.GPT2Attention",),
+        "MLP": ("gpt2.GPT2MLP",),
+        "Conv1D": ("gpt2.Conv1D",),
+    },
+    modules={
+        "attention_norm": "ln_1",
+        "query": "attn.c_attn",
+        "output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    },
+    layers="h",
+    attention="attn",
+    activation="mlp.act",
+    idle=frozenset({"attn.attn_dropout", "attn.resid_dropout", "mlp.dropout"}),
+    embedding="wte",
+    positions="wpe",
+    final_norm="ln_f",
+    idle_in_decoder=frozenset({"drop"}),
+    norm=Norm.LAYER,
+    eps="eps",
+)
 FAMILIES = (
     *(
         _LLAMA,
@@ -244,7 +277,7 @@ FAMILIES = (
         _SMOLLM3,
         _GRANITE,
         _OLMO2,
-        _STARCODER2,
+        _OLMO3,
     ),
-    _GPT_NEOX,
+    *(_STARCODER2, _GPT_NEOX, _GPT2),
 )

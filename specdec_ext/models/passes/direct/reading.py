@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
 
 from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.passes.direct.direct_pass import DirectPass
@@ -52,7 +53,7 @@ def _read(model: Any, family: Family) -> DirectPass | None:
 
 def _parts(model: Any, decoder: Any, family: Family) -> dict[str, list[Any]]:
     """Return the modules whose code has to be that of the family, by kind."""
-    layers = list(decoder.layers)
+    layers = _layers(decoder, family)
     parts = {
         "ForCausalLM": [model],
         "Model": [decoder],
@@ -61,34 +62,35 @@ def _parts(model: Any, decoder: Any, family: Family) -> dict[str, list[Any]]:
         "MLP": [layer.mlp for layer in layers],
         "RMSNorm": _norms(decoder, family),
         "TextScaledWordEmbedding": [getattr(decoder, family.embedding)],
+        "Conv1D": _uncoded(_matrices(layers, family)),
     }
     return {kind: parts[kind] for kind in family.classes}
 
 
 def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
     """Whether all modules are there, no others, and those whose code is not compared are torch's own."""
-    embedding: Any = getattr(decoder, family.embedding)
+    layers = _layers(decoder, family)
+    positions = family.positions or "rotary_emb"
+    in_decoder = {family.embedding, family.layers, family.final_norm, positions}
+    embeddings = [getattr(decoder, name) for name in (family.embedding, family.positions) if name]
     scales = "TextScaledWordEmbedding" in family.classes
-    in_decoder = {family.embedding, "layers", family.final_norm, "rotary_emb"}
-    matrices = [
-        matrix
-        for name, path in family.modules.items()
-        if name in LAYER_MATRICES
-        for matrix in _each(decoder.layers, path)
-    ]
-    idle = [module for path in family.idle for module in _each(decoder.layers, path)]
+    idle = [module for path in family.idle for module in _each(layers, path)]
     idle += [getattr(decoder, name) for name in family.idle_in_decoder]
+    matrices = _matrices(layers, family)
+    kind = Conv1D if "Conv1D" in family.classes else nn.Linear
     return (
         _children(model) == {model.base_model_prefix, "lm_head"}
         and _children(decoder) == in_decoder | family.idle_in_decoder
-        and len(decoder.layers) == decoder.config.num_hidden_layers
+        and len(layers) == decoder.config.num_hidden_layers
+        and all({name for name, _ in layer.named_modules()} == family.paths for layer in layers)
         and all(
-            {name for name, _ in layer.named_modules()} == family.paths for layer in decoder.layers
+            (type(each).__base__ if scales else type(each)) is nn.Embedding
+            and each.max_norm is None
+            for each in embeddings
         )
-        and (type(embedding).__base__ if scales else type(embedding)) is nn.Embedding
-        and embedding.max_norm is None
         and all(type(module) is nn.Dropout for module in idle)
         and all(map(is_readable, (model.lm_head, *matrices)))
+        and all(type(each) is kind for each in _uncoded(matrices))
         and (
             "RMSNorm" in family.classes
             or all(type(norm) is nn.LayerNorm for norm in _norms(decoder, family))
@@ -100,8 +102,9 @@ def _described(
     model: Any, decoder: Any, family: Family, kinds: dict[str, frozenset[type]]
 ) -> DirectPass | None:
     """Return the direct pass of a model with the code and the modules of a family, None for odd values."""
-    config, layers = decoder.config, list(decoder.layers)
+    config, layers = decoder.config, _layers(decoder, family)
     embedding = _weight(getattr(decoder, family.embedding))
+    positions = _weight(getattr(decoder, family.positions)) if family.positions else None
     attentions, norms = _each(layers, family.attention), _norms(decoder, family)
     final = getattr(decoder, family.final_norm)
     first: Any = attentions[0]
@@ -116,7 +119,8 @@ def _described(
     found = [_weights(layer, family) for layer in layers]
     codes = [each for own in found for each in own.values() if isinstance(each, QuantisedWeight)]
     plain = [each for own in found for each in own.values() if isinstance(each, Tensor)]
-    tensors = [embedding, *(tensor for tensor in [*plain, *_vectors(final)] if tensor.numel())]
+    given = [embedding, positions, *plain, *_vectors(final)]
+    tensors = [tensor for tensor in given if tensor is not None and tensor.numel()]
     tables, rotations = _rotations(decoder, attentions, family)
     if not (
         all(tensor.dtype == embedding.dtype and tensor.is_cpu for tensor in tensors)
@@ -143,6 +147,7 @@ def _described(
         activation=activation,
         interleaved=family.interleaved,
         parallel=bool(value(layers[0], family.parallel)),
+        transposed="Conv1D" in family.classes,
         softcap=value(first, family.softcap) or 0.0,
         residual_scale=value(layers[0], family.residual_scale, 1.0),
         tables=tables,
@@ -152,6 +157,7 @@ def _described(
         kinds,
         embedding,
         value(decoder, family.embedding_scale),
+        positions,
         rotations,
         *_in_order(found, form.tensors, _vectors(final)),
         codes[0].levels if codes else None,
@@ -167,14 +173,28 @@ def _described(
     )
 
 
+def _layers(decoder: Any, family: Family) -> list[Any]:
+    return list(getattr(decoder, family.layers))
+
+
 def _each(layers: Sequence[Any], path: str) -> list[Any]:
     """Return the module at this path of each layer."""
     return [layer.get_submodule(path) for layer in layers]
 
 
+def _matrices(layers: Sequence[Any], family: Family) -> list[Any]:
+    paths = [path for name, path in family.modules.items() if name in LAYER_MATRICES]
+    return [matrix for path in paths for matrix in _each(layers, path)]
+
+
+def _uncoded(matrices: Sequence[Any]) -> list[Any]:
+    """Return the modules whose weights are not in 8 or 4 bits."""
+    return [each for each in matrices if not isinstance(matrix_of(each)[0], QuantisedWeight)]
+
+
 def _norms(decoder: Any, family: Family) -> list[Any]:
     paths = [path for name, path in family.modules.items() if name not in LAYER_MATRICES]
-    inside = [norm for path in paths for norm in _each(decoder.layers, path)]
+    inside = [norm for path in paths for norm in _each(_layers(decoder, family), path)]
     return [*inside, getattr(decoder, family.final_norm)]
 
 
@@ -193,6 +213,8 @@ def _activation(module: Any) -> Activation:
         act = module.act
         if act.func is gelu and not act.args and act.keywords == {"approximate": "tanh"}:
             return Activation.GELU_TANH
+    if kind is type(ACT2FN["gelu_new"]):
+        return Activation.GELU_NEW
     raise KeyError(kind)
 
 
@@ -203,25 +225,28 @@ def _kv_heads(layer: Any, attention: Any, head_dim: int, config: Any, family: Fa
         KeyError: a joined matrix has not as many rows as it should.
     """
     if "key" in family.modules:
-        return layer.get_submodule(family.modules["key"]).out_features // head_dim
+        return _outs(layer.get_submodule(family.modules["key"])) // head_dim
     heads = config.num_attention_heads
-    kv_heads = heads if family.interleaved else attention.num_key_value_heads
-    if (
-        layer.get_submodule(family.modules["query"]).out_features
-        != (heads + 2 * kv_heads) * head_dim
-    ):
+    kv_heads = getattr(attention, "num_key_value_heads", heads)
+    if _outs(layer.get_submodule(family.modules["query"])) != (heads + 2 * kv_heads) * head_dim:
         raise KeyError("query")
     return kv_heads
+
+
+def _outs(module: nn.Module) -> int:
+    """Return the number of outputs of a matrix."""
+    return _matrix(module)[0].shape[0]
 
 
 def _rotations(
     decoder: Any, attentions: list[Any], family: Family
 ) -> tuple[tuple[int, ...], list[Callable[..., tuple[Tensor, Tensor]]]]:
     """Return the table of each layer, and what computes the tables."""
+    if family.positions:
+        return (-1,) * len(attentions), []
     rotary = decoder.rotary_emb
-    if family.rotations_by_type:
+    if names := _rotated_types(decoder, family):
         kinds = decoder.config.layer_types[: len(attentions)]
-        names = sorted(set(kinds))
         tables = tuple(map(names.index, kinds))
         return tables, [partial(rotary, layer_type=name) for name in names]
     rotates = family.rotates
@@ -229,17 +254,26 @@ def _rotations(
     return turned, [rotary]
 
 
+def _rotated_types(decoder: Any, family: Family) -> list[str]:
+    """Return the types of layers that have rotations of their own; none if all layers share one."""
+    # In older versions of transformers, all layers of OLMo 3 share one.
+    by_type = family.rotations_by_type and hasattr(decoder.rotary_emb, "layer_types")
+    return sorted(set(decoder.config.layer_types)) if by_type else []
+
+
 def _fits_heads(decoder: Any, head_dim: int, family: Family) -> bool:
     """Whether the rotations are those of whole heads, or of a part if the code allows it."""
-    types = set(decoder.config.layer_types) if family.rotations_by_type else {""}
-    names = [f"{name}_inv_freq" if name else "inv_freq" for name in types]
+    if family.positions:
+        return True
+    types = _rotated_types(decoder, family)
+    names = [f"{name}_inv_freq" for name in types] or ["inv_freq"]
     sizes = [2 * getattr(decoder.rotary_emb, name).numel() for name in names]
     return all(size <= head_dim if family.partly_rotated else size == head_dim for size in sizes)
 
 
 def _windows(decoder: Any, family: Family) -> list[int]:
     if not family.windowed:
-        return [0] * len(decoder.layers)
+        return [0] * len(_layers(decoder, family))
     cache = adopt_cache(None, decoder.config)
     return [window or 0 for window in attention_windows(cache, decoder.config)]
 
@@ -274,6 +308,8 @@ def _weights(layer: Any, family: Family) -> dict[str, Tensor | QuantisedWeight]:
     for name, path in family.modules.items():
         module = layer.get_submodule(path)
         weight, bias = _matrix(module) if name in LAYER_MATRICES else _vectors(module)
+        if type(module) is Conv1D:
+            weight = module.weight  # itself: a transposed view would not follow changes of its data
         found[name] = weight
         if bias is not None:
             found[f"{name}_bias"] = bias
