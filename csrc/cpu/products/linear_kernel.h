@@ -30,7 +30,6 @@
 
 namespace specdec::cpu {
 
-constexpr int64_t kLanes = 16;
 constexpr int64_t kChunkBytes = 2048;  // of one row
 
 // The sums of a register block: of kRows input rows and kOuts weight rows, in F::kParts vectors.

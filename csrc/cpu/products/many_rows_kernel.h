@@ -19,7 +19,7 @@
 // panels use it.
 #pragma once
 
-#include "codes_kernel.h"
+#include "integers_kernel.h"
 #include "panel_kernel.h"
 
 namespace specdec::cpu {
@@ -39,10 +39,8 @@ class ManyRowsKernel {
                                                 int64_t rows, int64_t begin, int64_t end,
                                                 float* packed) {
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t row = first_row + r;
-      const Stored* input = static_cast<const Stored*>(params.input) +
-                            row / params.inner_rows * params.outer_stride +
-                            row % params.inner_rows * params.inner_stride;
+      const Stored* input =
+          static_cast<const Stored*>(params.input) + input_offset(params, first_row + r);
       for (int64_t first = 0; first < num_words(params.in_features); first += kWords) {
         float* units = packed + first * kWordUnits * rows + r * kUnits;
         if constexpr (kWordUnits == 1) {
@@ -242,22 +240,38 @@ template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
   using ManyRows = ManyRowsKernel<Many, Element, Element, false>;
-  return {F::kMaxRows,           LinearKernel<F>::run,  PanelKernel<F>::run,
-          ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
+  return {F::kMaxRows,           nullptr,
+          LinearKernel<F>::run,  PanelKernel<F>::run,
+          ManyRows::packed_size, ManyRows::pack_inputs,
+          ManyRows::run};
 }
 
 // The products of codes with the format F of float32, for inputs and outputs of a type.
-template <class F, class Stored>
+template <class F, class Stored, Arithmetic kArithmetic>
 Products products_of_codes() {
   using ManyRows = ManyRowsKernel<F, float, Stored, true>;
-  return {F::kMaxCodeRows,       CodesKernel<F, Stored>::run, nullptr,
-          ManyRows::packed_size, ManyRows::pack_inputs,       ManyRows::run};
+  Products products{F::kMaxCodeRows,
+                    nullptr,
+                    CodesKernel<F, Stored>::run,
+                    nullptr,
+                    ManyRows::packed_size,
+                    ManyRows::pack_inputs,
+                    ManyRows::run};
+  if constexpr (kArithmetic == Arithmetic::kCodesAsIntegers) {
+    products.max_rows = F::kMaxIntegerRows;
+    products.pack_integers = IntegersKernel<F, Stored>::pack;
+    products.linear = IntegersKernel<F, Stored>::run;
+  }
+  return products;
 }
 
 template <class F>
-Products products_of_codes(FloatType type) {
-  return type == FloatType::kFloat32 ? products_of_codes<F, float>()
-                                     : products_of_codes<F, BFloat16>();
+Products products_of_codes(FloatType type, Arithmetic arithmetic) {
+  if (arithmetic == Arithmetic::kCodesAsIntegers) {
+    return products_of_codes<F, BFloat16, Arithmetic::kCodesAsIntegers>();
+  }
+  return type == FloatType::kFloat32 ? products_of_codes<F, float, Arithmetic::kCodesAsFloats>()
+                                     : products_of_codes<F, BFloat16, Arithmetic::kCodesAsFloats>();
 }
 
 }  // namespace specdec::cpu

@@ -14,11 +14,27 @@
 namespace specdec::cpu {
 
 constexpr int64_t kStepBytes = 64;  // of a row, multiplied at a time
+constexpr int64_t kLanes = 16;
 constexpr int64_t kTileOuts = 24;
 constexpr int64_t kPassRows = 32;
 
+// How a product is computed if rows are few. Inputs are packed in the type of the product, as float32
+// or as IntegerInputs.
+enum class Arithmetic { kElements, kCodesAsFloats, kCodesAsIntegers };
+
+// 128 inputs of a row as integers of 16 bits (linear.h). Element [2 h + p][16 c + 8 b + j] of
+// `numbers` is input 64 c + 32 b + 16 p + 2 j + h, so that vectors of the codes' even and odd bytes
+// have the same order.
+constexpr int64_t kIntegerInputs = 128;
+struct alignas(kStepBytes) IntegerInputs {
+  int16_t numbers[4][kIntegerInputs / 4];
+  int32_t sums[kLanes];  // of a lane's numbers
+  float scales[kLanes];  // 2^(e - 15) of a lane's 64 inputs, or NaN
+};
+
 // Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
 // [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
+// Integers are [blocks of block_rows rows][units][rows of the block] of IntegerInputs.
 // Without this copy, rows whose stride is a multiple of 4 KiB would evict each other from L1.
 struct LinearPass {
   const LinearParams& params;
@@ -40,10 +56,12 @@ struct ManyRowsPass {
   const float* inputs;
 };
 
-// The products of one element type on one instruction set. With codes, which are float32 weights to
-// the loops, inputs are packed as float32.
+// The products of one element type and arithmetic on one instruction set.
 struct Products {
   int64_t max_rows;  // of a block of a LinearPass
+  // Packs `rows` input rows from `first_row` on, if inputs are packed as integers.
+  void (*pack_integers)(const LinearParams& params, int64_t first_row, int64_t rows,
+                        int64_t block_rows, std::byte* packed);
   // Writes the pass's rows of output[:, first_out:end_out].
   void (*linear)(const LinearPass& pass, int64_t first_out, int64_t end_out);
   // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
@@ -60,20 +78,25 @@ struct Products {
 };
 
 // `type` is float32 or bfloat16. There are no panels of codes.
-Products products_baseline(FloatType type, bool has_codes);
-Products products_avx2(FloatType type, bool has_codes);
-Products products_avx512(FloatType type, bool has_codes);
+Products products_baseline(FloatType type, Arithmetic arithmetic);
+Products products_avx2(FloatType type, Arithmetic arithmetic);
+Products products_avx512(FloatType type, Arithmetic arithmetic);
 
-inline Products products(FloatType type, bool has_codes) {
+inline Products products(FloatType type, Arithmetic arithmetic) {
   return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type,
-                                                                                       has_codes);
+                                                                                       arithmetic);
 }
 
-inline bool has_codes(const LinearParams& params) { return params.codes.bits != 0; }
+inline Arithmetic arithmetic(const LinearParams& params) {
+  if (params.codes.bits == 0) return Arithmetic::kElements;
+  return params.type == FloatType::kFloat32 || params.codes.levels ? Arithmetic::kCodesAsFloats
+                                                                   : Arithmetic::kCodesAsIntegers;
+}
 
-// The type of packed inputs.
-inline FloatType packed_type(const LinearParams& params) {
-  return has_codes(params) ? FloatType::kFloat32 : params.type;
+// The element at which an input row starts.
+inline int64_t input_offset(const LinearParams& params, int64_t row) {
+  return row / params.inner_rows * params.outer_stride +
+         row % params.inner_rows * params.inner_stride;
 }
 
 // The number of parts for which a thread pays, if a part multiplies `rows` input rows with `outs`
