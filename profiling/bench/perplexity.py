@@ -20,6 +20,7 @@ import specdec_ext
 from bench.runner import Results, Row, parse, table_parser
 from specdec_ext import assets
 from specdec_ext.evaluate.machine import machine_line
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 
 # Name -> dtype of the model and the arguments of quantize, None for weights as they are.
 FORMATS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
@@ -34,6 +35,7 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
         torch.float32,
         {"weights": "int4", "group_size": 128, "symmetric": False},
     ),
+    "int8, bfloat16": (torch.bfloat16, {"weights": "int8"}),
     "int4, bfloat16": (torch.bfloat16, {"weights": "int4"}),
 }
 COLUMNS = {
@@ -72,9 +74,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def scored(model: Any, texts: list[Tensor]) -> tuple[float, Tensor]:
-    """Mean negative log-likelihood of all tokens but the first of each text, and the likeliest tokens."""
+    """Mean negative log-likelihood of all tokens but the first of each text, and the likeliest tokens.
+
+    Linear layers multiply as they do when they decode (``ops.linear`` for few rows).
+    """
     total, chosen = 0.0, []
-    with torch.inference_mode():
+    with torch.inference_mode(), row_invariant_linears(row_invariant(model)):
         for text in texts:
             logits = model(text).logits[0, :-1].float()
             total += float(F.cross_entropy(logits, text[0, 1:], reduction="sum"))

@@ -1,4 +1,4 @@
-"""``linear`` with codes of 8 and 4 bits: the bits of the float32 product with the expanded weights."""
+"""``linear`` with codes of 8 and 4 bits: the bits of products with expanded weights, or of integers."""
 
 from itertools import product
 
@@ -29,6 +29,10 @@ ROWS = [1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 70]
 kinds = pytest.mark.parametrize("kind", KINDS)
 both_orders = pytest.mark.parametrize("many_rows", [False, True], ids=["few", "many"])
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+needs_fma = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
+    reason="without fused multiply-add the op has bits of its own",
+)
 
 
 def random_weight(kind, outs, ins, group_size=32, seed=0):
@@ -57,10 +61,17 @@ def of_expanded(input, weight, bias, many_rows):
     return product.to(input.dtype)
 
 
+def are_integers(kind, dtype, many_rows):
+    """Whether codes are multiplied as integers."""
+    return dtype == torch.bfloat16 and not many_rows and kind != "levels"
+
+
 @kinds
 @dtypes
 @both_orders
 def test_equals_the_product_with_expanded_weights(kind, dtype, many_rows):
+    if are_integers(kind, dtype, many_rows):
+        pytest.skip("the inputs are integers")
     for ins, group_size in product(INS, GROUP_SIZES):
         for outs, rows in ((1, 1), (25, 9), (50, 33)):
             weight = random_weight(kind, outs, ins, group_size)
@@ -71,11 +82,10 @@ def test_equals_the_product_with_expanded_weights(kind, dtype, many_rows):
                 assert torch.equal(actual, of_expanded(input, weight, b, many_rows))
 
 
+@needs_fma
 @kinds
 @both_orders
 def test_equals_reference(kind, many_rows):
-    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
-        pytest.skip("without fused multiply-add the op has bits of its own")
     weight = random_weight(kind, 25, 300, 128)
     for dtype in DTYPES:
         input, bias = random_rows(5, 300, 25, dtype)
@@ -83,9 +93,57 @@ def test_equals_reference(kind, many_rows):
         assert torch.equal(ops.linear(input, weight, bias, many_rows=many_rows), expected)
 
 
+def inputs_of_all_sizes(rows, ins):
+    """bfloat16 numbers of very different magnitude, with zeros, a row of zeros and one of subnormals."""
+    input, _ = random_rows(rows, ins, 1, torch.float32, seed=3)
+    input *= torch.exp2(torch.randint(-20, 20, (rows, ins), generator=generator(4)))
+    input[torch.rand(rows, ins, generator=generator(5)) < 0.2] = 0
+    input[0] = 0
+    input[-1] *= 2.0**-125
+    return input.bfloat16()
+
+
+@needs_fma
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+def test_integers_equal_reference(kind):
+    for ins, group_size in product([*INS, 64, 96, 128, 576], GROUP_SIZES):
+        for outs, rows in ((1, 2), (25, 9)):
+            weight = random_weight(kind, outs, ins, group_size)
+            input, bias = (
+                inputs_of_all_sizes(rows, ins),
+                random_rows(rows, ins, outs, torch.bfloat16)[1],
+            )
+            for b in (bias, None):
+                assert torch.equal(ops.linear(input, weight, b), reference(input, weight, b))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+def test_the_error_of_integers_is_bounded(kind):
+    """Each input is off by at most 2^-15 of the largest of its 64, or by nothing."""
+    for ins, group_size in product([64, 300, 1056], GROUP_SIZES):
+        weight = random_weight(kind, 25, ins, group_size)
+        input = inputs_of_all_sizes(7, ins)
+        weights = weight.expand()[0] * weight.expand()[1]
+        offsets = weight.expand()[2]
+        weights = weights if offsets is None else weights + offsets
+        largest = torch.cat(
+            [
+                part.abs().amax(-1, keepdim=True).expand_as(part)
+                for part in input.double().split(64, -1)
+            ],
+            -1,
+        )
+        terms = (input.double().abs() @ weights.abs().mT) * 1e-6  # float32 sums
+        bound = (largest * 2.0**-15) @ weights.abs().mT + terms
+        expected = input.double() @ weights.mT
+        bound += expected.abs() * 2.0**-8  # the output is bfloat16
+        assert ((ops.linear(input, weight).double() - expected).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4-offsets", "levels"])
+@dtypes
 @both_orders
-def test_every_code_at_every_place_of_a_block(kind, many_rows):
+def test_every_code_at_every_place_of_a_block(kind, dtype, many_rows):
     """One input at a time is 1, so the outputs are the weights."""
     bits = KINDS[kind][0]
     count = 2**bits
@@ -95,13 +153,15 @@ def test_every_code_at_every_place_of_a_block(kind, many_rows):
     scales = given.scales[..., 0] if given.scales.ndim == 3 else given.scales
     offsets = given.scales[..., 1] if given.scales.ndim == 3 else None
     weight = QuantisedWeight.pack(codes, scales, offsets, bits=bits, levels=given.levels)
-    outputs = ops.linear(torch.eye(64), weight, many_rows=many_rows)
+    outputs = ops.linear(torch.eye(64, dtype=dtype), weight, many_rows=many_rows)
     numbers = codes.double() if given.levels is None else given.levels.double()[codes]
     shift = 8 if kind == "int4" else 0
     expected = (numbers - shift) * scales.double()[:, places // 32]
+    if are_integers(kind, dtype, many_rows):
+        expected = expected.float().double()
     if offsets is not None:
         expected = expected + offsets.double()[:, places // 32]
-    assert torch.equal(outputs.mT, expected.float())
+    assert torch.equal(outputs.mT, expected.float().to(dtype))
 
 
 @kinds
@@ -117,10 +177,11 @@ def test_a_row_does_not_depend_on_the_others(kind, dtype, many_rows):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
+@dtypes
 @both_orders
-def test_an_output_does_not_depend_on_the_others(kind, many_rows):
+def test_an_output_does_not_depend_on_the_others(kind, dtype, many_rows):
     weight = random_weight(kind, 100, 300, 64)
-    input, _ = random_rows(7, 300, 100, torch.float32)
+    input, _ = random_rows(7, 300, 100, dtype)
     together = ops.linear(input, weight, many_rows=many_rows)
     for outs in (1, 2, 23, 24, 25, 63, 97):
         part = QuantisedWeight(weight.codes[-outs:], weight.scales[-outs:], 300)
@@ -143,11 +204,15 @@ def test_strides_do_not_change_the_result(many_rows):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4-bfloat16-scales"])
+@pytest.mark.parametrize("ins", [45, 96, 192])
+@dtypes
 @both_orders
-def test_nothing_is_read_behind_the_last_code(many_rows):
-    weight = random_weight("int8", 3, 45)
-    guarded = QuantisedWeight(before_a_closed_page(weight.codes), weight.scales, 45)
-    input, _ = random_rows(5, 45, 3, torch.float32)
+def test_nothing_is_read_behind_the_last_code(kind, ins, dtype, many_rows):
+    weight = random_weight(kind, 3, ins)
+    codes, scales = (before_a_closed_page(tensor) for tensor in (weight.codes, weight.scales))
+    guarded = QuantisedWeight(codes, scales, ins)
+    input, _ = random_rows(5, ins, 3, dtype)
     assert returns(lambda: ops.linear(input, guarded, many_rows=many_rows))
 
 
@@ -169,28 +234,46 @@ def test_empty_inputs(shape):
     assert ops.linear(torch.zeros(rows, ins), weight).shape == (rows, outs)
 
 
-def test_a_scale_that_is_not_finite_spoils_only_its_output():
-    weight = random_weight("int4", 5, 64)
-    weight.scales[2, 1] = torch.nan
-    outputs = ops.linear(torch.ones(3, 64), weight)
+@dtypes
+@pytest.mark.parametrize("ins", [64, 96, 100])
+def test_a_scale_that_is_not_finite_spoils_only_its_output(dtype, ins):
+    weight = random_weight("int4", 5, ins)
+    weight.scales[2, :2] = torch.nan
+    outputs = ops.linear(torch.ones(3, ins, dtype=dtype), weight)
     assert outputs[:, 2].isnan().all() and outputs[:, [0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_an_input_that_is_not_finite_spoils_only_its_row(kind, number):
+    weight = random_weight(kind, 5, 300)
+    for place in (0, 63, 64, 299):
+        input, _ = random_rows(3, 300, 5, torch.bfloat16)
+        input[1, place] = number
+        outputs = ops.linear(input, weight)
+        assert outputs[1].isnan().all() and outputs[[0, 2]].isfinite().all()
 
 
 def isa_results():
     results = []
     for kind, dtype, many_rows in product(KINDS, DTYPES, [False, True]):
-        test_every_code_at_every_place_of_a_block("int4", many_rows)
+        test_every_code_at_every_place_of_a_block("int4", dtype, many_rows)
         weight = random_weight(kind, 50, 300, 64)
         input, bias = random_rows(33, 300, 50, dtype)
         results.append(ops.linear(input, weight, bias, many_rows=many_rows))
-        assert torch.equal(results[-1], of_expanded(input, weight, bias, many_rows))
+        if are_integers(kind, dtype, many_rows):
+            input = inputs_of_all_sizes(9, 300)[1:-1]
+            results.append(ops.linear(input, weight) / input.abs().amax(-1, keepdim=True))
+        else:
+            assert torch.equal(results[-1], of_expanded(input, weight, bias, many_rows))
     return results
 
 
 @kinds
-def test_opcheck(kind):
+@dtypes
+def test_opcheck(kind, dtype):
     weight = random_weight(kind, 4, 40)
-    input, bias = random_rows(6, 40, 4, torch.float32)
+    input, bias = random_rows(6, 40, 4, dtype)
     for many_rows in (False, True):
         arguments = (input, weight.codes, bias, many_rows, weight.scales, weight.levels)
         torch.library.opcheck(torch.ops.specdec.linear, arguments)

@@ -35,7 +35,7 @@ from specdec_ext.cli.shared.sampling import (
     TopPOption,
     sampling_kwargs,
 )
-from specdec_ext.defaults import BUNDLED, MAX_BODY_BYTES, MAX_ROWS, PREFIX_TOKENS
+from specdec_ext.defaults import MAX_BODY_BYTES, MAX_ROWS, PREFIX_TOKENS
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.outputs import writable_file
 
@@ -117,7 +117,7 @@ def batch(
             retry_errors=retry_errors,
         )
     with files:
-        target, tokenizer = load_target(None if model == BUNDLED else model, dtype, device)
+        target, tokenizer = load_target(model, dtype, device)
         settings = Settings(
             model_name=served_model_name or model,
             chat_template=template,

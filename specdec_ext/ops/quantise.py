@@ -146,17 +146,27 @@ class QuantisedWeight:
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weights ``[outs, ins]`` of the codes."""
+        numbers, scales, offsets = self.expand()
+        weights = numbers * scales
+        if offsets is not None:
+            # The product is exact in float64, so the sum is rounded twice, to float64 and to float32.
+            weights += offsets
+        return weights.float().to(dtype)
+
+    def expand(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what codes stand for, scales and offsets, float64 ``[outs, ins]``.
+
+        A weight is ``number * scale + offset``; without offsets, the third is None.
+        """
         codes = self.codes if self.bits == 8 else _unpack_nibbles(self.codes, self.ins)
-        scales = self.scales.double()
-        if scales.ndim == 3:
-            scales, offsets = scales.unbind(-1)
-        else:
-            symmetric = self.bits == 4 and self.levels is None
-            offsets = scales * (-8.0 if symmetric else 0.0)
         numbers = codes.double() if self.levels is None else self.levels.double()[codes.long()]
+        if self.bits == 4 and self.levels is None and self.scales.ndim == 2:
+            numbers -= 8
         group = torch.arange(self.ins, device=codes.device) // self.group_size
-        # The product is exact in float64, so the sum is rounded twice, to float64 and to float32.
-        return (numbers * scales[:, group] + offsets[:, group]).float().to(dtype)
+        expanded = self.scales.double()[:, group]
+        if expanded.ndim == 2:
+            return numbers, expanded, None
+        return numbers, expanded[..., 0], expanded[..., 1]
 
 
 def weight_dtype(weights: str) -> torch.dtype | None:

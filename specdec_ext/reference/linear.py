@@ -3,8 +3,9 @@
 Each of 16 lanes adds every 16th element of ``in_features`` (in bfloat16 every 16th pair, the second element
 of the pair first) with fused multiply-add. The lanes are then added as a binary tree. With ``many_rows``,
 there is one lane for each block of 256 elements, and the lanes are added one after the other. Codes are
-first expanded to float32 weights, and multiplied in the order of float32. Transposed weights become float32,
-too, and have the order for many rows.
+first expanded to float32 weights, and multiplied in the order of float32; but few rows of bfloat16 inputs
+become integers with a common exponent for each 64 (``csrc/include/specdec/linear.h``). Transposed weights
+become float32, too, and have the order for many rows.
 
 Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to
 float32. These two roundings differ from one about once in 2^29 operations.
@@ -16,11 +17,13 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdec_ext.ops.quantise import QuantisedWeight
 
 LANES = 16
 BLOCK = 256  # elements
+UNIT = 128  # inputs of the 16 lanes
 
 
 def linear(
@@ -34,6 +37,8 @@ def linear(
     if isinstance(weight, QuantisedWeight):
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         bias = None if bias is None else bias.to(wide)
+        if input.dtype == torch.bfloat16 and not many_rows and weight.levels is None:
+            return _finish(_integer_lanes(input, weight), bias).to(input.dtype)
         product = linear(input.to(wide), weight.dequantise(wide), bias, many_rows=many_rows)
         return product.to(input.dtype)
     if weight.stride(1) != 1 and weight.stride(0) == 1 and weight.shape[1] > 1:
@@ -55,14 +60,50 @@ def linear(
         total = reduce(torch.add, blocks)
     else:
         inputs, weights = (_steps(tensor, LANES, per_lane) for tensor in (input, weight))
-        lanes = _lanes(inputs, weights, input.dtype)
-        while lanes.shape[-1] > 1:
-            lower, upper = lanes.chunk(2, dim=-1)
-            lanes = lower + upper
-        total = lanes[..., 0]
-    if bias is not None:
-        total = total + bias.to(total.dtype)
-    return total.to(input.dtype)
+        return _finish(_lanes(inputs, weights, input.dtype), bias).to(input.dtype)
+    return (total if bias is None else total + bias.to(total.dtype)).to(input.dtype)
+
+
+def _finish(lanes: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the lanes as a binary tree, then the bias."""
+    while lanes.shape[-1] > 1:
+        lower, upper = lanes.chunk(2, dim=-1)
+        lanes = lower + upper
+    total = lanes[..., 0]
+    return total if bias is None else total + bias.to(total.dtype)
+
+
+def _integer_lanes(input: Tensor, weight: QuantisedWeight) -> Tensor:
+    """Return the sums ``[..., outs, lanes]`` of products of integers.
+
+    Input ``64 u + 32 b + 16 h + 4 q + r`` belongs to lane ``8 (u % 2) + 4 b + q``.
+    """
+    inputs = pad(input.double(), (0, -input.shape[-1] % UNIT)).unflatten(-1, (-1, 2, 64))
+    largest = inputs.abs().amax(-1, keepdim=True)
+    exponents = torch.frexp(largest).exponent.where(largest > 0, -111).clamp(min=-111)
+    units = torch.ldexp(torch.ones_like(largest), exponents - 15)
+    units = units.where(largest.isfinite(), torch.nan)[..., 0]
+    integers = torch.ldexp(inputs, 15 - exponents).round().where(largest.isfinite(), 0)
+
+    def in_lanes(tensor: Tensor) -> Tensor:
+        """``[..., units, 2, 64]`` or ``[outs, ins]`` -> ``[..., units, lanes, 8]``."""
+        if tensor.ndim == 2:
+            tensor = pad(tensor, (0, -tensor.shape[-1] % UNIT)).unflatten(-1, (-1, 2, 64))
+        return tensor.unflatten(-1, (2, 2, 4, 4)).movedim(-3, -2).flatten(-2).flatten(-4, -2)
+
+    numbers, scales, offsets = weight.expand()
+    x, codes, scales = in_lanes(integers), in_lanes(numbers), in_lanes(scales)[..., 0]
+    terms = [(torch.einsum("...ulk,oulk->...oul", x, codes), scales)]
+    if offsets is not None:
+        sums = x.sum(-1)[..., None, :, :].expand_as(terms[0][0])
+        terms.append((sums, in_lanes(offsets)[..., 0]))
+    lanes = torch.zeros_like(terms[0][0][..., 0, :], dtype=torch.float32)
+    for unit in range(codes.shape[-3]):
+        own = units[..., None, unit, :].repeat_interleave(LANES // 2, dim=-1)
+        for sums, factors in terms:
+            products = sums[..., unit, :].float().double() * (factors[:, unit] * own).float()
+            lanes = (lanes.double() + products).float()
+    return lanes
 
 
 def _lanes(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,6 +121,4 @@ def _lanes(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 def _steps(tensor: Tensor, lanes: int, per_lane: int) -> Tensor:
     """``[..., features]`` -> float64 ``[..., steps, lanes, per_lane]``, padded with zeros."""
     padding = -tensor.shape[-1] % (lanes * per_lane)
-    return torch.nn.functional.pad(tensor.double(), (0, padding)).unflatten(
-        -1, (-1, lanes, per_lane)
-    )
+    return pad(tensor.double(), (0, padding)).unflatten(-1, (-1, lanes, per_lane))

@@ -2,7 +2,7 @@
 #include "tiles_isa.h"
 
 #ifdef SPECDEC_X86
-#include "cpu/products/transpose.h"
+#include "cpu/products/loops/transpose.h"
 
 #define SPECDEC_TILES_TARGET SPECDEC_TARGET_AVX2
 

@@ -19,25 +19,27 @@ struct alignas(kStepBytes) Step {
   std::byte bytes[kStepBytes];
 };
 
-bool has_codes(const LinearParams& params) { return params.codes.bits != 0; }
-
-// The type of packed inputs.
+// The type of packed inputs that are not integers.
 FloatType packed_type(const LinearParams& params) {
-  return has_codes(params) ? FloatType::kFloat32 : params.type;
+  return product_kind(params) == ProductKind::kRows ? params.type : FloatType::kFloat32;
 }
 
 // The steps of a packed row: a whole number of blocks, if the weights are codes.
 int64_t num_steps(const LinearParams& params) {
+  if (product_kind(params) == ProductKind::kIntegerCodes) {
+    const int64_t units = (params.in_features + kIntegerInputs - 1) / kIntegerInputs;
+    return std::max<int64_t>(1, units) * sizeof(IntegerInputs) / kStepBytes;
+  }
+  const bool has_codes = product_kind(params) == ProductKind::kFloatCodes;
   const int64_t bytes = params.in_features * element_size(packed_type(params));
-  const int64_t block = has_codes(params) ? kCodeBlock * sizeof(float) : kStepBytes;
+  const int64_t block = has_codes ? kCodeBlock * sizeof(float) : kStepBytes;
   return std::max<int64_t>(1, (bytes + block - 1) / block) * block / kStepBytes;
 }
 
 // Returns an input row in the type of packed inputs, in `converted` if it is not stored in it.
 const std::byte* packed_row(const LinearParams& params, int64_t row,
                             std::vector<float>& converted) {
-  const int64_t offset =
-      row / params.inner_rows * params.outer_stride + row % params.inner_rows * params.inner_stride;
+  const int64_t offset = input_offset(params, row);
   if (packed_type(params) == params.type) {
     return static_cast<const std::byte*>(params.input) + offset * element_size(params.type);
   }
@@ -49,16 +51,15 @@ const std::byte* packed_row(const LinearParams& params, int64_t row,
 
 // Copies inputs into the order that LinearPass describes.
 void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t block_rows,
-          std::vector<Step>& packed) {
+          Step* packed) {
   thread_local std::vector<float> converted;
   const int64_t row_bytes = params.in_features * element_size(packed_type(params));
   const int64_t steps = num_steps(params);
-  if (packed.size() < static_cast<size_t>(rows * steps)) packed.resize(rows * steps);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t first = r / block_rows * block_rows;
     const int64_t stride = std::min(block_rows, rows - first);
     const std::byte* input = packed_row(params, first_row + r, converted);
-    Step* target = packed.data() + first * steps + (r - first);
+    Step* target = packed + first * steps + (r - first);
     for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
       std::memcpy(target[step * stride].bytes, input + step * kStepBytes, kStepBytes);
     }
@@ -73,21 +74,26 @@ void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t b
 
 // Calls compute(pass) for passes of up to kPassRows rows.
 template <typename Compute>
-void for_each_pass(const LinearParams& params, int64_t max_rows, const Compute& compute) {
+void for_each_pass(const LinearParams& params, const Products& code, const Compute& compute) {
   thread_local std::vector<Step> packed;
   const int64_t steps = num_steps(params);
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);
-    const int64_t block_rows = even_part(rows, max_rows);
-    pack(params, row, rows, block_rows, packed);
+    const int64_t block_rows = even_part(rows, code.max_rows);
+    if (packed.size() < static_cast<size_t>(rows * steps)) packed.resize(rows * steps);
+    if (code.pack_integers) {
+      code.pack_integers(params, row, rows, block_rows, packed.data()->bytes);
+    } else {
+      pack(params, row, rows, block_rows, packed.data());
+    }
     compute(LinearPass{params, row, rows, block_rows, steps, packed.data()->bytes});
   }
 }
 
 void few_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
-  const Products code = cpu::products(products[0].type, weight_kind(products[0]));
+  const Products code = cpu::products(products[0].type, product_kind(products[0]));
   const int64_t tiles = num_parts(products, kTileOuts);
-  for_each_pass(products[0], code.max_rows, [&](const LinearPass& pass) {
+  for_each_pass(products[0], code, [&](const LinearPass& pass) {
     parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.rows),
                  [&](int64_t begin, int64_t end) {
                    for_each_part(products, kTileOuts, begin, end,
@@ -104,11 +110,11 @@ void few_rows_linears(std::span<const LinearParams> products, const ParallelFor&
 
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
   while (!products.empty()) {
-    const WeightKind kind = weight_kind(products[0]);
+    const ProductKind kind = product_kind(products[0]);
     size_t count = 1;
-    while (count < products.size() && weight_kind(products[count]) == kind) ++count;
+    while (count < products.size() && product_kind(products[count]) == kind) ++count;
     const auto run = products.first(count);
-    if (run[0].many_rows || kind == WeightKind::kColumns) {
+    if (run[0].many_rows || kind == ProductKind::kColumns) {
       many_rows_linears(run, parallel_for);
     } else {
       few_rows_linears(run, parallel_for);

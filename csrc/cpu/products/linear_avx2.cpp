@@ -8,8 +8,9 @@
 #include <cstring>
 
 #define SPECDEC_LINEAR_TARGET SPECDEC_TARGET_AVX2
-#include "many_rows_kernel.h"
-#include "transpose.h"
+#include "loops/many_rows_kernel.h"
+#include "loops/pack_integers.h"
+#include "loops/transpose.h"
 
 namespace specdec::cpu {
 namespace {
@@ -43,7 +44,7 @@ struct Avx2 : Transposes {
 };
 
 // 12 of the 16 registers hold sums.
-struct Float32 : Avx2 {
+struct Float32 : Avx2, IntegerPacking {
   using Element = float;
   using Operand = __m256;
   static constexpr int kMaxRows = 3;
@@ -108,6 +109,47 @@ struct Float32 : Avx2 {
       weights[part] = weights_of(look_up(levels, indices), scale, offset);
     }
   }
+
+  using Words = __m256i;
+  using Integers = __m256i;
+  static constexpr int kMaxIntegerRows = 4;
+  static constexpr int num_integer_outs(int rows) { return num_code_outs(rows); }
+  SPECDEC_LINEAR_INLINE static Integers zero_integers() { return _mm256_setzero_si256(); }
+  SPECDEC_LINEAR_INLINE static __m256i load_vector(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  }
+  SPECDEC_LINEAR_INLINE static Words load_words(const int16_t* p) { return load_vector(p); }
+  SPECDEC_LINEAR_INLINE static Integers load_integers(const int32_t* p) { return load_vector(p); }
+  SPECDEC_LINEAR_INLINE static void split_bytes(const uint8_t* codes, Words (&split)[4]) {
+    SPECDEC_UNROLL for (int half = 0; half < 2; ++half) {
+      const __m128i* first = reinterpret_cast<const __m128i*>(codes + 16 * half);
+      const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)),
+                                                   _mm_loadu_si128(first + 2), 1);
+      split[half] = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8);
+      split[2 + half] = _mm256_srai_epi16(both, 8);
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void split_nibbles(const uint8_t* codes, Words (&split)[4]) {
+    const __m256i all = load_vector(codes), low = _mm256_set1_epi16(15);
+    split[0] = _mm256_and_si256(all, low);
+    split[1] = _mm256_and_si256(_mm256_srli_epi16(all, 4), low);
+    split[2] = _mm256_and_si256(_mm256_srli_epi16(all, 8), low);
+    split[3] = _mm256_srli_epi16(all, 12);
+  }
+  SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
+    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+  }
+  SPECDEC_LINEAR_INLINE static void subtract_eight(Integers& sums, Integers inputs) {
+    sums = _mm256_sub_epi32(sums, _mm256_slli_epi32(inputs, 3));
+  }
+  SPECDEC_LINEAR_INLINE static Vector to_floats(Integers integers) {
+    return _mm256_cvtepi32_ps(integers);
+  }
+  SPECDEC_LINEAR_INLINE static Vector spread(const float* p) {
+    const __m256 pairs = _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
+    return _mm256_permutevar_ps(pairs, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+  }
+  SPECDEC_LINEAR_INLINE static Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 };
 
 // An operand takes two registers, so 8 of them hold sums.
@@ -145,8 +187,8 @@ struct BFloat16Split : Avx2 {
 
 }  // namespace
 
-Products products_avx2(FloatType type, WeightKind kind) {
-  if (kind != WeightKind::kRows) return wide_products<Float32>(type, kind);
+Products products_avx2(FloatType type, ProductKind kind) {
+  if (kind != ProductKind::kRows) return wide_products<Float32>(type, kind);
   return type == FloatType::kFloat32 ? products_with<Float32, Float32>()
                                      : products_with<BFloat16Split, Float32>();
 }

@@ -14,8 +14,9 @@
   __attribute__((                                             \
       target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
              "avx2,fma,prefer-vector-width=512")))
-#include "many_rows_kernel.h"
-#include "transpose.h"
+#include "loops/many_rows_kernel.h"
+#include "loops/pack_integers.h"
+#include "loops/transpose.h"
 
 namespace specdec::cpu {
 namespace {
@@ -52,7 +53,7 @@ struct Avx512 : Transposes {
   }
 };
 
-struct Float32 : Avx512 {
+struct Float32 : Avx512, IntegerPacking {
   using Element = float;
   using Operand = __m512;
   SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm512_loadu_ps(p); }
@@ -101,6 +102,45 @@ struct Float32 : Avx512 {
     const __m512i indices = kHalf == 0 ? wide : _mm512_srli_epi32(wide, 4);
     weights[0] = weights_of(_mm512_permutexvar_ps(indices, _mm512_loadu_ps(levels)), scale, offset);
   }
+
+  using Words = __m512i;
+  using Integers = __m512i;
+  static constexpr int kMaxIntegerRows = 8;
+  static constexpr int num_integer_outs(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
+  SPECDEC_LINEAR_INLINE static Integers zero_integers() { return _mm512_setzero_si512(); }
+  SPECDEC_LINEAR_INLINE static Words load_words(const int16_t* p) { return _mm512_loadu_si512(p); }
+  SPECDEC_LINEAR_INLINE static Integers load_integers(const int32_t* p) {
+    return _mm512_loadu_si512(p);
+  }
+  SPECDEC_LINEAR_INLINE static void split_bytes(const uint8_t* codes, Words (&split)[4]) {
+    const __m512i a = _mm512_loadu_si512(codes), b = _mm512_loadu_si512(codes + 64);
+    const __m512i halves[2] = {_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD)};
+    SPECDEC_UNROLL for (int half = 0; half < 2; ++half) {
+      split[half] = _mm512_srai_epi16(_mm512_slli_epi16(halves[half], 8), 8);
+      split[2 + half] = _mm512_srai_epi16(halves[half], 8);
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void split_nibbles(const uint8_t* codes, Words (&split)[4]) {
+    const __m512i all = _mm512_loadu_si512(codes), low = _mm512_set1_epi16(15);
+    split[0] = _mm512_and_si512(all, low);
+    split[1] = _mm512_and_si512(_mm512_srli_epi16(all, 4), low);
+    split[2] = _mm512_and_si512(_mm512_srli_epi16(all, 8), low);
+    split[3] = _mm512_srli_epi16(all, 12);
+  }
+  SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
+    sums = _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+  }
+  SPECDEC_LINEAR_INLINE static void subtract_eight(Integers& sums, Integers inputs) {
+    sums = _mm512_sub_epi32(sums, _mm512_slli_epi32(inputs, 3));
+  }
+  SPECDEC_LINEAR_INLINE static Vector to_floats(Integers integers) {
+    return _mm512_cvtepi32_ps(integers);
+  }
+  SPECDEC_LINEAR_INLINE static Vector spread(const float* p) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+                                 _mm512_broadcast_f32x4(_mm_loadu_ps(p)));
+  }
+  SPECDEC_LINEAR_INLINE static Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 };
 
 SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
@@ -155,8 +195,8 @@ struct BFloat16Split : Avx512 {
 
 }  // namespace
 
-Products products_avx512(FloatType type, WeightKind kind) {
-  if (kind != WeightKind::kRows) return wide_products<Float32>(type, kind);
+Products products_avx512(FloatType type, ProductKind kind) {
+  if (kind != ProductKind::kRows) return wide_products<Float32>(type, kind);
   if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
   return cpu_has_avx512_bf16() ? products_with<BFloat16Dot, BFloat16Dot>()
                                : products_with<BFloat16Split, Float32>();

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #define SPECDEC_LINEAR_TARGET
-#include "many_rows_kernel.h"
+#include "loops/many_rows_kernel.h"
 
 namespace specdec::cpu {
 namespace {
@@ -134,6 +134,89 @@ struct Portable {
     }
   }
 
+  struct Words {
+    int16_t value[2 * kLanes];
+  };
+  struct Integers {
+    int32_t value[kLanes];
+  };
+  SPECDEC_LINEAR_INLINE static int32_t largest_magnitude(const BFloat16* inputs) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < 64; ++i) largest = std::max(largest, (inputs[i].bits & 0x7FFF) << 16);
+    return largest;
+  }
+  SPECDEC_LINEAR_INLINE static void pack_integers(const BFloat16* inputs, float up, int64_t half,
+                                                  IntegerInputs& unit) {
+    constexpr float kToInteger = 0x1.8p23f;  // a sum with it is rounded to an integer
+    int32_t* sums = unit.sums + half * (kLanes / 2);
+    std::fill_n(sums, kLanes / 2, 0);
+    for (int64_t i = 0; i < 64; ++i) {
+      const float shifted = exact_add(exact_mul(to_float(inputs[i]), up), kToInteger);
+      const auto number = static_cast<int16_t>(float_to_bits(shifted) - float_to_bits(kToInteger));
+      const int64_t row = i % 2 * 2 + i / 16 % 2;
+      unit.numbers[row][16 * half + i / 32 * 8 + i % 16 / 2] = number;
+      sums[i / 32 * 4 + i % 16 / 4] += number;
+    }
+  }
+  static constexpr int kMaxIntegerRows = 2;
+  static constexpr int num_integer_outs(int) { return 1; }
+  SPECDEC_LINEAR_INLINE static Integers zero_integers() { return {}; }
+  SPECDEC_LINEAR_INLINE static Words load_words(const int16_t* p) {
+    Words words;
+    std::memcpy(&words, p, sizeof(words));
+    return words;
+  }
+  SPECDEC_LINEAR_INLINE static Integers load_integers(const int32_t* p) {
+    Integers integers;
+    std::memcpy(&integers, p, sizeof(integers));
+    return integers;
+  }
+  SPECDEC_LINEAR_INLINE static void split_bytes(const uint8_t* codes, Words (&split)[4]) {
+    for (int64_t half = 0; half < 2; ++half) {
+      for (int64_t i = 0; i < 2 * kLanes; ++i) {
+        const uint8_t* pair = codes + i / 8 * kCodeBlock + 16 * half + i % 8 * 2;
+        split[half].value[i] = static_cast<int8_t>(pair[0]);
+        split[2 + half].value[i] = static_cast<int8_t>(pair[1]);
+      }
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void split_nibbles(const uint8_t* codes, Words (&split)[4]) {
+    for (int64_t i = 0; i < 2 * kLanes; ++i) {
+      split[0].value[i] = codes[2 * i] & 15;
+      split[1].value[i] = codes[2 * i] >> 4;
+      split[2].value[i] = codes[2 * i + 1] & 15;
+      split[3].value[i] = codes[2 * i + 1] >> 4;
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, const Words& a, const Words& b) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sums.value[lane] +=
+          a.value[2 * lane] * b.value[2 * lane] + a.value[2 * lane + 1] * b.value[2 * lane + 1];
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void subtract_eight(Integers& sums, const Integers& inputs) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) sums.value[lane] -= 8 * inputs.value[lane];
+  }
+  SPECDEC_LINEAR_INLINE static Operand to_floats(const Integers& integers) {
+    Operand floats;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      floats.element[lane] = static_cast<float>(integers.value[lane]);
+    }
+    return floats;
+  }
+  SPECDEC_LINEAR_INLINE static Lanes spread(const float* p) {
+    Lanes lanes;
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes.value[lane] = p[lane / 4];
+    return lanes;
+  }
+  SPECDEC_LINEAR_INLINE static Lanes multiply(const Lanes& a, const Lanes& b) {
+    Lanes product;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      product.value[lane] = exact_mul(a.value[lane], b.value[lane]);
+    }
+    return product;
+  }
+
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
     for (int i = 0; i < 4; ++i) {
       Vector v = four[i][0];
@@ -147,8 +230,8 @@ struct Portable {
 
 }  // namespace
 
-Products products_baseline(FloatType type, WeightKind kind) {
-  if (kind != WeightKind::kRows) return wide_products<Portable<float>>(type, kind);
+Products products_baseline(FloatType type, ProductKind kind) {
+  if (kind != ProductKind::kRows) return wide_products<Portable<float>>(type, kind);
   return type == FloatType::kFloat32 ? products_with<Portable<float>, Portable<float>>()
                                      : products_with<Portable<BFloat16>, Portable<float>>();
 }

@@ -17,7 +17,7 @@ constexpr int64_t kPackGrain = 1 << 15;  // elements; below it, waking a thread 
 void many_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
   thread_local std::vector<float> packed;
   const LinearParams& params = products[0];
-  const Products code = cpu::products(params.type, weight_kind(params));
+  const Products code = cpu::products(params.type, product_kind(params));
   const int64_t groups = num_parts(products, kManyOuts);
   for (int64_t row = 0; row < params.rows; row += kManyPassRows) {
     const int64_t rows = std::min(kManyPassRows, params.rows - row);

@@ -6,7 +6,7 @@ namespace specdec::cpu {
 
 void panel_products(const PanelParams& params, const PanelVisitor& visit,
                     const ParallelFor& parallel_for) {
-  const Products code = products(params.type, WeightKind::kRows);
+  const Products code = products(params.type, ProductKind::kRows);
   const int64_t size = element_size(params.type);
   const int64_t stride = panel_bytes(kPanelOuts, params.ins, size);  // distance of panels
   const int64_t blocks = (params.outs + params.block_outs - 1) / params.block_outs;

@@ -1,6 +1,5 @@
 // The matrix products of `linear` and of panels, as linear.cpp, many_rows.cpp and panels.cpp call
-// them. They are compiled for each instruction set: linear_kernel.h, many_rows_kernel.h,
-// columns_kernel.h, panel_kernel.h.
+// them. Their loops, in loops/, are compiled for each instruction set.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +13,40 @@
 namespace specdec::cpu {
 
 constexpr int64_t kStepBytes = 64;  // of a row, multiplied at a time
+constexpr int64_t kLanes = 16;
 constexpr int64_t kTileOuts = 24;
 constexpr int64_t kPassRows = 32;
 
+// How a matrix is stored and multiplied. Inputs of rows are packed in the type of the product. Codes
+// and columns are float32 weights to the loops, with inputs in float32, but for codes that few rows of
+// bfloat16 multiply as integers (linear.h).
+enum class ProductKind {
+  kRows,  // a row has the weights of an output
+  kFloatCodes,
+  kIntegerCodes,
+  kColumns,  // transposed: a row has the weights of an input
+};
+
+inline ProductKind product_kind(const LinearParams& params) {
+  if (params.codes.bits == 0)
+    return params.is_transposed ? ProductKind::kColumns : ProductKind::kRows;
+  const bool are_floats = params.type == FloatType::kFloat32 || params.codes.levels;
+  return are_floats ? ProductKind::kFloatCodes : ProductKind::kIntegerCodes;
+}
+
+// 128 inputs of a row as integers of 16 bits (linear.h). Element [2 h + p][16 c + 8 b + j] of
+// `numbers` is input 64 c + 32 b + 16 p + 2 j + h, so that vectors of the codes' even and odd bytes
+// have the same order.
+constexpr int64_t kIntegerInputs = 128;
+struct alignas(kStepBytes) IntegerInputs {
+  int16_t numbers[4][kIntegerInputs / 4];
+  int32_t sums[kLanes];  // of a lane's numbers
+  float scales[kLanes];  // 2^(e - 15) of a lane's 64 inputs, or NaN
+};
+
 // Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
 // [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
+// Integers are [blocks of block_rows rows][units][rows of the block] of IntegerInputs.
 // Without this copy, rows whose stride is a multiple of 4 KiB would evict each other from L1.
 struct LinearPass {
   const LinearParams& params;
@@ -41,22 +69,12 @@ struct ManyRowsPass {
   const float* inputs;
 };
 
-// How a matrix is stored. Codes and columns are float32 weights to the loops, so their inputs are
-// packed as float32.
-enum class WeightKind {
-  kRows,     // a row has the weights of an output
-  kCodes,    // rows of codes of 8 or 4 bits
-  kColumns,  // transposed: a row has the weights of an input
-};
-
-inline WeightKind weight_kind(const LinearParams& params) {
-  if (params.codes.bits != 0) return WeightKind::kCodes;
-  return params.is_transposed ? WeightKind::kColumns : WeightKind::kRows;
-}
-
-// The products of one element type and kind of weights on one instruction set.
+// The products of one element type and kind on one instruction set.
 struct Products {
   int64_t max_rows;  // of a block of a LinearPass
+  // Packs `rows` input rows from `first_row` on, if inputs are packed as integers.
+  void (*pack_integers)(const LinearParams& params, int64_t first_row, int64_t rows,
+                        int64_t block_rows, std::byte* packed);
   // Writes the pass's rows of output[:, first_out:end_out].
   void (*linear)(const LinearPass& pass, int64_t first_out, int64_t end_out);
   // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
@@ -73,12 +91,18 @@ struct Products {
 };
 
 // `type` is float32 or bfloat16. Codes have no panels, and columns only the products of many rows.
-Products products_baseline(FloatType type, WeightKind kind);
-Products products_avx2(FloatType type, WeightKind kind);
-Products products_avx512(FloatType type, WeightKind kind);
+Products products_baseline(FloatType type, ProductKind kind);
+Products products_avx2(FloatType type, ProductKind kind);
+Products products_avx512(FloatType type, ProductKind kind);
 
-inline Products products(FloatType type, WeightKind kind) {
+inline Products products(FloatType type, ProductKind kind) {
   return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type, kind);
+}
+
+// The element at which an input row starts.
+inline int64_t input_offset(const LinearParams& params, int64_t row) {
+  return row / params.inner_rows * params.outer_stride +
+         row % params.inner_rows * params.inner_stride;
 }
 
 // The number of parts for which a thread pays, if a part multiplies `rows` input rows with `outs`

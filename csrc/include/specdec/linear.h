@@ -20,6 +20,19 @@
 // Instead of weights, a matrix may have codes of 8 or 4 bits. The weight of a code is the float32
 // code * scale + offset, rounded once; the inputs become float32, and the order is that of float32.
 //
+// But for few rows of bfloat16 inputs, codes are multiplied as integers, unless they stand for
+// levels. 64 inputs share an exponent: e is the least number from -111 on for which all of their
+// magnitudes are below 2^e, and input x becomes the integer nearest to x * 2^(15 - e), ties to even.
+// So an input of at least 2^(e - 8) is exact, and every other one off by at most 2^(e - 16). For
+// each 64 inputs, one after the other, the 16 lanes add
+//
+//   float32(sum of code * integer) * (scale * 2^(e - 15)), then, if there are offsets,
+//   float32(sum of integers) * (offset * 2^(e - 15))
+//
+// with fused multiply-add. The sums of integers are exact; codes of 4 bits without offsets are -8 to
+// 7 in them. Lane 8 * (i / 64 % 2) + 4 * (i / 32 % 2) + i % 16 / 4 takes input i. If an input is not
+// finite, all outputs of its row are NaN.
+//
 // A transposed matrix stores its columns, the weights of an input, one after the other. Its weights
 // and inputs become float32, and the order is always that of float32 for many rows, in which each
 // column is read once and as it is.

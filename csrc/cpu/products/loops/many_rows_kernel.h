@@ -20,8 +20,8 @@
 // are.
 #pragma once
 
-#include "codes_kernel.h"
 #include "columns_kernel.h"
+#include "integers_kernel.h"
 #include "panel_kernel.h"
 
 namespace specdec::cpu {
@@ -29,7 +29,7 @@ namespace specdec::cpu {
 constexpr int64_t kTransposed = 8;
 
 // `Source` is the type of weights and packed inputs, `Stored` that of inputs, biases and outputs.
-template <class F, class Source, class Stored, WeightKind kKind>
+template <class F, class Source, class Stored, ProductKind kKind>
 class ManyRowsKernel {
  public:
   static int64_t packed_size(int64_t rows, int64_t ins) {
@@ -41,10 +41,8 @@ class ManyRowsKernel {
                                                 int64_t rows, int64_t begin, int64_t end,
                                                 float* packed) {
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t row = first_row + r;
-      const Stored* input = static_cast<const Stored*>(params.input) +
-                            row / params.inner_rows * params.outer_stride +
-                            row % params.inner_rows * params.inner_stride;
+      const Stored* input =
+          static_cast<const Stored*>(params.input) + input_offset(params, first_row + r);
       for (int64_t first = 0; first < num_words(params.in_features); first += kWords) {
         float* units = packed + first * kWordUnits * rows + r * kUnits;
         if constexpr (kWordUnits == 1) {
@@ -60,7 +58,7 @@ class ManyRowsKernel {
 
   SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
                                         int64_t end_out) {
-    if constexpr (kKind == WeightKind::kColumns) {
+    if constexpr (kKind == ProductKind::kColumns) {
       if (pass.rows <= kPassRows) return ColumnsKernel<F, Stored>::run(pass, first_out, end_out);
     }
     alignas(64) float sums[kManyPassRows * kGroupOuts];
@@ -140,7 +138,7 @@ class ManyRowsKernel {
   // Stores a block of weight rows [out, end) as [units][kOuts]; zeros where there is no row.
   SPECDEC_LINEAR_TARGET static void load_panel(const LinearParams& params, int64_t out, int64_t end,
                                                int64_t first, int64_t words, float* panel) {
-    if constexpr (kKind == WeightKind::kColumns) {
+    if constexpr (kKind == ProductKind::kColumns) {
       copy_panel(params, out, end, first, words, panel);
     } else {
       transpose_panel(params, out, end, first, words, panel);
@@ -168,7 +166,7 @@ class ManyRowsKernel {
   SPECDEC_LINEAR_TARGET static void transpose_panel(const LinearParams& params, int64_t out,
                                                     int64_t end, int64_t first, int64_t words,
                                                     float* panel) {
-    constexpr bool kHasCodes = kKind == WeightKind::kCodes;
+    constexpr bool kHasCodes = kKind == ProductKind::kFloatCodes;
     alignas(64) float copied[kTransposed][kWords];
     const bool is_whole =
         words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
@@ -275,25 +273,41 @@ class ManyRowsKernel {
 template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
-  using ManyRows = ManyRowsKernel<Many, Element, Element, WeightKind::kRows>;
-  return {F::kMaxRows,           LinearKernel<F>::run,  PanelKernel<F>::run,
-          ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
+  using ManyRows = ManyRowsKernel<Many, Element, Element, ProductKind::kRows>;
+  return {F::kMaxRows,           nullptr,
+          LinearKernel<F>::run,  PanelKernel<F>::run,
+          ManyRows::packed_size, ManyRows::pack_inputs,
+          ManyRows::run};
 }
 
 // The products of codes or columns with the format F of float32, for inputs and outputs of a type.
 template <class F, class Stored>
-Products wide_products(WeightKind kind) {
-  if (kind == WeightKind::kCodes) {
-    using ManyRows = ManyRowsKernel<F, float, Stored, WeightKind::kCodes>;
-    return {F::kMaxCodeRows,       CodesKernel<F, Stored>::run, nullptr,
-            ManyRows::packed_size, ManyRows::pack_inputs,       ManyRows::run};
+Products wide_products(ProductKind kind) {
+  if (kind == ProductKind::kColumns) {
+    using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
+    return {
+        0, nullptr, nullptr, nullptr, ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
   }
-  using ManyRows = ManyRowsKernel<F, float, Stored, WeightKind::kColumns>;
-  return {0, nullptr, nullptr, ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
+  using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kFloatCodes>;
+  Products products{F::kMaxCodeRows,
+                    nullptr,
+                    CodesKernel<F, Stored>::run,
+                    nullptr,
+                    ManyRows::packed_size,
+                    ManyRows::pack_inputs,
+                    ManyRows::run};
+  if constexpr (std::is_same_v<Stored, BFloat16>) {
+    if (kind == ProductKind::kIntegerCodes) {
+      products.max_rows = F::kMaxIntegerRows;
+      products.pack_integers = IntegersKernel<F, Stored>::pack;
+      products.linear = IntegersKernel<F, Stored>::run;
+    }
+  }
+  return products;
 }
 
 template <class F>
-Products wide_products(FloatType type, WeightKind kind) {
+Products wide_products(FloatType type, ProductKind kind) {
   return type == FloatType::kFloat32 ? wide_products<F, float>(kind)
                                      : wide_products<F, BFloat16>(kind);
 }

@@ -1,5 +1,5 @@
-// The loops of `linear` for codes, compiled for each instruction set. A format of linear_kernel.h with
-// float32 elements also has
+// The loops of `linear` that multiply codes as float32 numbers, compiled for each instruction set. A
+// format of linear_kernel.h with float32 elements also has
 //
 //   kMaxCodeRows      largest number of input rows in a register block with codes
 //   num_code_outs(r)  weight rows in a register block of r input rows
@@ -140,9 +140,13 @@ template <class F, class Stored>
 class CodesKernel {
  public:
   static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
-    with_code_kind(pass.params.codes, [&]<CodeKind kKind>() {
-      run_tiles<kKind>(pass, first_out, end_out, std::make_index_sequence<F::kMaxCodeRows>());
-    });
+    constexpr auto kRows = std::make_index_sequence<F::kMaxCodeRows>();
+    if constexpr (std::is_same_v<Stored, BFloat16>) {  // others are multiplied as integers
+      run_tiles<CodeKind::kLevels>(pass, first_out, end_out, kRows);
+    } else {
+      with_code_kind(pass.params.codes,
+                     [&]<CodeKind kKind>() { run_tiles<kKind>(pass, first_out, end_out, kRows); });
+    }
   }
 
  private:

@@ -23,14 +23,13 @@
 #include <array>
 #include <utility>
 
-#include "products.h"
+#include "cpu/products/products.h"
 
 #define SPECDEC_LINEAR_INLINE inline __attribute__((always_inline)) SPECDEC_LINEAR_TARGET
 #define SPECDEC_UNROLL _Pragma("GCC unroll 32")
 
 namespace specdec::cpu {
 
-constexpr int64_t kLanes = 16;
 constexpr int64_t kChunkBytes = 2048;  // of one row
 
 // The sums of a register block: of kRows input rows and kOuts weight rows, in F::kParts vectors.

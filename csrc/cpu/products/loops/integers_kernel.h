@@ -1,0 +1,263 @@
+// The loops of `linear` that multiply codes as integers (linear.h), compiled for each instruction
+// set. A format of linear_kernel.h with float32 elements also has
+//
+//   Words, Integers                   32 / kParts numbers of 16 bits, 16 / kParts of 32 bits
+//   kMaxIntegerRows                   largest number of input rows in a register block
+//   num_integer_outs(r)               weight rows in a register block of r input rows
+//   largest_magnitude(p)              of 64 inputs, as the bits of a float32
+//   pack_integers(p, up, half, unit)  writes p[0:64] * up as integers to half of unit.numbers, and
+//                                     their sums
+//   split_bytes(codes, split)         the codes of a part as Words[4] in the order of
+//   split_nibbles(codes, split)       IntegerInputs
+//   zero_integers(), load_words(p), load_integers(p)
+//   add_products(sums, words, words)  adds two neighbouring products to each sum
+//   subtract_eight(sums, inputs)      sums -= 8 * inputs
+//   to_floats(integers)               an Operand
+//   spread(p)                         p[0] four times, p[1] four times, ...
+//   multiply(vector, vector)
+//
+// A part is the codes of 128 / kParts inputs.
+#pragma once
+
+#include <vector>
+
+#include "codes_kernel.h"
+
+namespace specdec::cpu {
+
+constexpr int64_t kUnitBlocks = kIntegerInputs / kCodeBlock;
+
+// `Stored` is the type of inputs, biases and outputs.
+template <class F, class Stored>
+class IntegersKernel {
+ public:
+  // Packs `rows` input rows from `first_row` on.
+  SPECDEC_LINEAR_TARGET static void pack(const LinearParams& params, int64_t first_row,
+                                         int64_t rows, int64_t block_rows, std::byte* packed) {
+    IntegerInputs* units = reinterpret_cast<IntegerInputs*>(packed);
+    const int64_t ins = params.in_features, count = num_units(ins);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t first = r / block_rows * block_rows;
+      const int64_t stride = std::min(block_rows, rows - first);
+      IntegerInputs* unit = units + first * count + (r - first);
+      const Stored* input =
+          static_cast<const Stored*>(params.input) + input_offset(params, first_row + r);
+      for (int64_t in = 0; in < count * kIntegerInputs; in += kShared) {
+        Stored padded[kShared] = {};
+        const Stored* own = input + in;
+        if (in + kShared > ins) {
+          std::memcpy(padded, own, std::max<int64_t>(ins - in, 0) * sizeof(Stored));
+          own = padded;
+        }
+        const int64_t half = in / kShared % 2;
+        pack_shared(own, half, unit[in / kIntegerInputs * stride]);
+      }
+    }
+  }
+
+  static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
+    constexpr auto kRows = std::make_index_sequence<F::kMaxIntegerRows>();
+    const WeightCodes& codes = pass.params.codes;
+    if (codes.bits == 8) {
+      codes.has_offsets ? run_tiles<CodeKind::kBytes, true>(pass, first_out, end_out, kRows)
+                        : run_tiles<CodeKind::kBytes, false>(pass, first_out, end_out, kRows);
+    } else {
+      codes.has_offsets ? run_tiles<CodeKind::kNibbles, true>(pass, first_out, end_out, kRows)
+                        : run_tiles<CodeKind::kNibbles, false>(pass, first_out, end_out, kRows);
+    }
+  }
+
+ private:
+  using Integers = typename F::Integers;
+  using Vector = typename F::Vector;
+  static constexpr int kParts = F::kParts;
+  static constexpr int64_t kShared = 64;  // inputs with one exponent
+  static constexpr int64_t kFilled = 8;   // numbers of a table that are written at a time
+
+  static int64_t num_units(int64_t ins) {
+    return std::max<int64_t>(1, (ins + kIntegerInputs - 1) / kIntegerInputs);
+  }
+
+  // Packs 64 inputs as the first or second half of a unit.
+  SPECDEC_LINEAR_INLINE static void pack_shared(const Stored* inputs, int64_t half,
+                                                IntegerInputs& unit) {
+    const int32_t largest = F::largest_magnitude(inputs);
+    // float32 has exponents with a bias of 127; e is one more than that of the largest.
+    const int32_t biased = std::max(largest >> 23, 15);
+    const bool is_finite = biased < 255;
+    const float up = bits_to_float((is_finite ? 268 - biased : 0) << 23);
+    const float down = is_finite ? bits_to_float((biased - 14) << 23) : NAN;
+    std::fill_n(unit.scales + half * (kLanes / 2), kLanes / 2, down);
+    F::pack_integers(inputs, up, half, unit);
+  }
+
+  // A number for each block of kCodeBlock inputs of the outputs of a tile: scales and offsets. Those
+  // of consecutive outputs are `stride` apart.
+  struct Table {
+    const float* scales;
+    const float* offsets;
+    int64_t stride;
+  };
+
+  template <CodeKind kKind, bool kHasOffsets, size_t... kIndex>
+  SPECDEC_LINEAR_TARGET static void run_tiles(const LinearPass& pass, int64_t first_out,
+                                              int64_t end_out, std::index_sequence<kIndex...>) {
+    using BlockFunction =
+        void (*)(const LinearPass&, int64_t row, int64_t out, int64_t end_out, Table);
+    static constexpr BlockFunction kFunctions[] = {run_block<kKind, kHasOffsets, kIndex + 1>...};
+    thread_local std::vector<float> numbers;
+    const WeightCodes& codes = pass.params.codes;
+    const int64_t blocks = (pass.params.in_features + kCodeBlock - 1) / kCodeBlock;
+    numbers.resize(std::max<size_t>(numbers.size(), 2 * kTileOuts * blocks + kFilled));
+    const Table table{numbers.data(), numbers.data() + kTileOuts * blocks, blocks};
+    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
+      const int64_t end = std::min(end_out, out + kTileOuts);
+      spread_groups(codes, out, end, blocks, numbers.data());
+      for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
+        const int64_t rows = std::min(pass.block_rows, pass.rows - row);
+        kFunctions[rows - 1](pass, row, out, end, table);
+      }
+    }
+  }
+
+  // Fills a table for outputs [out, end).
+  SPECDEC_LINEAR_INLINE static void spread_groups(const WeightCodes& codes, int64_t out,
+                                                  int64_t end, int64_t blocks, float* numbers) {
+    const int64_t first = out * codes.groups, count = (end - out) * codes.groups;
+    if (codes.has_offsets) {
+      const float* pairs = static_cast<const float*>(codes.scales) + 2 * first;
+      spread(codes, count, blocks, [=](int64_t g) { return pairs[2 * g]; }, numbers);
+      spread(
+          codes, count, blocks, [=](int64_t g) { return pairs[2 * g + 1]; },
+          numbers + kTileOuts * blocks);
+    } else if (codes.scale_type == FloatType::kFloat32) {
+      const float* scales = static_cast<const float*>(codes.scales) + first;
+      spread(codes, count, blocks, [=](int64_t g) { return scales[g]; }, numbers);
+    } else {
+      const BFloat16* scales = static_cast<const BFloat16*>(codes.scales) + first;
+      spread(codes, count, blocks, [=](int64_t g) { return to_float(scales[g]); }, numbers);
+    }
+  }
+
+  // Writes number(g) for each block of group g, of `count` groups of several outputs.
+  template <typename Number>
+  SPECDEC_LINEAR_INLINE static void spread(const WeightCodes& codes, int64_t count, int64_t blocks,
+                                           const Number& number, float* numbers) {
+    if (codes.groups == blocks) {
+      for (int64_t g = 0; g < count; ++g) numbers[g] = number(g);
+      return;
+    }
+    const int64_t each = codes.groups == 1 ? blocks : codes.group_size / kCodeBlock;
+    for (int64_t g = 0; g < count; numbers += blocks) {
+      for (int64_t first = 0; first < blocks; first += each) {
+        const float value = number(g++);
+        const int64_t end = std::min(blocks, first + each);
+        // What is beyond the end is overwritten by the next group, or unused.
+        for (int64_t i = first; i < end; i += kFilled) std::fill_n(numbers + i, kFilled, value);
+      }
+    }
+  }
+
+  // Multiplies one block of kRows input rows with weight rows [out, end_out).
+  template <CodeKind kKind, bool kHasOffsets, int kRows>
+  SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass, int64_t row, int64_t out,
+                                              int64_t end_out, Table table) {
+    constexpr int kOuts = F::num_integer_outs(kRows);
+    for (; out + kOuts <= end_out; out += kOuts) {
+      multiply<kKind, kHasOffsets, kRows, kOuts>(pass, row, out, table);
+      table.scales += kOuts * table.stride;
+      table.offsets += kOuts * table.stride;
+    }
+    for (; out < end_out; ++out) {
+      multiply<kKind, kHasOffsets, kRows, 1>(pass, row, out, table);
+      table.scales += table.stride;
+      table.offsets += table.stride;
+    }
+  }
+
+  template <CodeKind kKind, bool kHasOffsets, int kRows, int kOuts>
+  SPECDEC_LINEAR_INLINE static void multiply(const LinearPass& pass, int64_t row, int64_t out,
+                                             const Table& table) {
+    using Own = Codes<F, kKind>;
+    constexpr int64_t kUnitBytes = kIntegerInputs * Own::kBits / 8;
+    constexpr int64_t kPartIns = kIntegerInputs / kParts, kPartBytes = kUnitBytes / kParts;
+    const LinearParams& params = pass.params;
+    const int64_t ins = params.in_features, units = num_units(ins);
+    const IntegerInputs* inputs = reinterpret_cast<const IntegerInputs*>(pass.inputs) + row * units;
+    const uint8_t* rows[kOuts];
+    SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, out + i);
+    const int64_t next = kOuts * params.weight_stride;
+    BlockSums<F, kRows, kOuts> sums;
+    clear_block<F, kRows, kOuts>(sums);
+    int64_t in = 0;
+    for (; in + kIntegerInputs <= ins; in += kIntegerInputs) {
+      const int64_t byte = in * Own::kBits / 8, block = in / kCodeBlock;
+      SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
+        SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+          const uint8_t* codes = rows[i] + byte + part * kPartBytes;
+          // The hardware prefetcher restarts with each row.
+          if (part * kPartBytes % kStepBytes == 0) __builtin_prefetch(codes + next, 0, 2);
+          add_part<kKind, kHasOffsets, kRows>(
+              codes, table, i * table.stride + block + part * kPartIns / kCodeBlock,
+              inputs + in / kIntegerInputs * kRows, part, i, sums);
+        }
+      }
+    }
+    SPECDEC_UNROLL for (int part = 0; part < kParts; ++part, in += kPartIns) {
+      if (in >= ins) break;
+      const int64_t byte = in * Own::kBits / 8, block = in / kCodeBlock;
+      const IntegerInputs* last = inputs + in / kIntegerInputs * kRows;
+      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+        const int64_t number = i * table.stride + block;
+        if (in + kPartIns <= ins) {
+          add_part<kKind, kHasOffsets, kRows>(rows[i] + byte, table, number, last, part, i, sums);
+          continue;
+        }
+        uint8_t codes[kPartBytes] = {};
+        float scales[kUnitBlocks] = {}, offsets[kUnitBlocks] = {};
+        const int64_t own_blocks = table.stride - block;
+        std::memcpy(codes, rows[i] + byte,
+                    Own::kBits == 8 ? ins - in : own_blocks * kCodeBlock / 2);
+        std::memcpy(scales, table.scales + number, own_blocks * sizeof(float));
+        if (kHasOffsets) {
+          std::memcpy(offsets, table.offsets + number, own_blocks * sizeof(float));
+        }
+        add_part<kKind, kHasOffsets, kRows>(codes, {scales, offsets, 0}, 0, last, part, i, sums);
+      }
+    }
+    finish_block<F, Stored, kRows, kOuts>(params, pass.first_row + row, out, sums);
+  }
+
+  // Multiplies a part of weight row i with all input rows. Its first block has number `number` of the
+  // table.
+  template <CodeKind kKind, bool kHasOffsets, int kRows, class Sums>
+  SPECDEC_LINEAR_INLINE static void add_part(const uint8_t* codes, const Table& table,
+                                             int64_t number, const IntegerInputs* inputs, int part,
+                                             int i, Sums& sums) {
+    constexpr int64_t kPartLanes = kLanes / kParts;
+    typename F::Words split[4];
+    if constexpr (kKind == CodeKind::kBytes) {
+      F::split_bytes(codes, split);
+    } else {
+      F::split_nibbles(codes, split);
+    }
+    const Vector scale = F::spread(table.scales + number);
+    SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+      const IntegerInputs& input = inputs[r];
+      Integers dots = F::zero_integers();
+      SPECDEC_UNROLL for (int k = 0; k < 4; ++k) {
+        F::add_products(dots, split[k], F::load_words(input.numbers[k] + part * 2 * kPartLanes));
+      }
+      const Integers of_inputs = F::load_integers(input.sums + part * kPartLanes);
+      if (kKind == CodeKind::kNibbles && !kHasOffsets) F::subtract_eight(dots, of_inputs);
+      const Vector shared = F::load_lanes(input.scales + part * kPartLanes);
+      F::multiply_add(sums[r][i][part], F::multiply(scale, shared), F::to_floats(dots));
+      if constexpr (kHasOffsets) {
+        const Vector offset = F::spread(table.offsets + number);
+        F::multiply_add(sums[r][i][part], F::multiply(offset, shared), F::to_floats(of_inputs));
+      }
+    }
+  }
+};
+
+}  // namespace specdec::cpu
