@@ -130,7 +130,7 @@ class GraphRunner:
         arena, nodes = self._arena, _filled(num_nodes)
         if self.reason or arena is None or nodes is None:
             return False
-        self.least_nodes = max(self.least_nodes, nodes)
+        self.least_nodes = nodes if nodes > 1 else self.least_nodes
         has_room = stop - num_nodes + nodes <= arena.slots and arena.lends_to(self._layers)
         return has_room and self._key(rows, nodes, invariant_rows) in arena.passes
 
