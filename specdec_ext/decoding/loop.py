@@ -19,7 +19,7 @@ from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.models import Target, TargetOutput
 from specdec_ext.models.base import CommittedRound
 from specdec_ext.schedule.policy import Policy
-from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
+from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT, DraftTree
 from specdec_ext.verify.sampler import Accepted, SpoiltLogits
 
 
@@ -213,10 +213,19 @@ class DecodingLoop:
                 return None
             self.stats.reruns += 1
             self.target.withdraw(current.tree)
-            current = self._start(DraftTree.root(self.context.roots, self._last_tokens()))
+            current = self._start(self._roots())
             accepted = self._verify(current, is_latest=True)
         self._is_void = False
         return tree, current.output, accepted
+
+    def _roots(self) -> DraftTree:
+        """The trees of a step without drafts. Rows that have ended, but wait to be removed, are inactive."""
+        tree, going = DraftTree.root(self.context.roots, self._last_tokens()), self.batch.going()
+        rows = self.context.rows
+        if len(going) == len(rows):
+            return tree
+        parents = [ROOT_PARENT if row in going else INACTIVE for row in rows]
+        return tree.with_roots(self.context.staging.stage(parents).tensor)
 
     def _tree_on_host(self, ahead: Round) -> DraftTree:
         """The tree of a round ahead as the host would have drafted it: nothing that the row can't emit."""
