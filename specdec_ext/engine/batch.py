@@ -54,7 +54,7 @@ class RequestBatch(Batch):
         self.requests: dict[int, Request] = {}  # by place
         self.undrafted: set[int] = set()
         self._root_positions = Latest(target.staging)
-        # Places of rows that are verified or drawn together -> their arguments of the ops.
+        # Places of rows that are verified or drawn together, and nodes of each -> their arguments of the ops.
         self._arguments: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def join(self, request: Request, place: int) -> None:
@@ -248,26 +248,26 @@ class RequestBatch(Batch):
         root_positions: Sequence[int] | Tensor,
     ) -> ops.MatchResult:
         """Verify the trees of these places, all of which have a rule."""
-        key = tuple(places)
+        key = (*places, tree.num_nodes)
         if key not in self._arguments:
-            self._arguments[key] = self._arguments_of(places)
+            self._arguments[key] = self._arguments_of(places, tree.num_nodes)
         arguments = self._arguments[key]
         noise, filters = arguments[:4], arguments[4:]
         if filters:
-            each = (value.repeat_interleave(tree.num_nodes) for value in filters)
-            logits = ops.sample_filter(logits.flatten(0, 1), *each).view(logits.shape)
+            logits = ops.sample_filter(logits.flatten(0, 1), *filters).view(logits.shape)
         if not isinstance(root_positions, Tensor):
             root_positions = self._root_positions.of(list(root_positions)).tensor
         return ops.verify_match(logits, tree.tokens, tree.parents, root_positions, *noise)
 
-    def _arguments_of(self, places: Sequence[int]) -> tuple[Tensor, ...]:
+    def _arguments_of(self, places: Sequence[int], nodes: int) -> tuple[Tensor, ...]:
         """The last arguments of ``ops.verify_match``, and those of ``ops.sample_filter`` if it is needed."""
         device = self.context.device
         rules = [rule for place in places if (rule := self.requests[place].rule) is not None]
         noise = zip(*(rule[:3] for rule in rules), strict=True)
         numbers = (torch.tensor(values, device=device) for values in noise)
         counters = torch.zeros(len(places), dtype=torch.int32, device=device)
-        return *numbers, counters, *filter_arguments([rule[3:] for rule in rules], device)
+        filters = filter_arguments([rule[3:] for rule in rules], device)
+        return *numbers, counters, *(value.repeat_interleave(nodes) for value in filters)
 
     def _draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """:attr:`Context.draw` of the requests."""
