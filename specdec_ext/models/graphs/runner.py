@@ -44,7 +44,8 @@ class GraphRunner:
 
     Attributes:
         reason: a clause that says why passes of this call are not recorded; "" if they are.
-        least_nodes: a tree with drafts is filled up to at least this number of nodes.
+        least_nodes: a tree with drafts is filled up to at least this number of nodes, that of the shape which
+            was asked for last.
 
     Raises:
         ValueError: recordings are required, but impossible for this model or call.
