@@ -14,10 +14,12 @@ from helpers.texts.stopping_cases import letters_tokenizer, text_of
 from transformers import StoppingCriteria
 
 import specdec_ext
+from specdec_ext import SpeculationStats
 from specdec_ext.decoding.loop import DecodingLoop
 from specdec_ext.engine import Engine, engine
 from specdec_ext.engine.batch import RequestBatch
 from specdec_ext.engine.loop import EngineLoop
+from specdec_ext.models.factory import make_target
 from specdec_ext.models.graphs.arena import Arena
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.slots import target as target_module
@@ -232,12 +234,14 @@ def test_round_ahead_of_rows_that_have_all_left_is_dropped(name):
         handles.append(decoder.submit(PROMPT, max_new_tokens=60))
         while decoder.loop._ahead is None or len(handles[0].tokens) < 4:
             yield
+        loop = decoder.loop
         handles[0].cancel()
         yield
         for _ in range(3):
             handles.append(decoder.submit(PROMPT, max_new_tokens=30))
             while handles[-1].finish_reason is None:
                 yield
+        assert decoder.loop is loop  # nothing has failed
 
     run(name, plan, max_rows=1)
     assert [handle.tokens for handle in handles[1:]] == [expected] * 3
@@ -467,3 +471,21 @@ def test_shutdown_while_a_round_is_ahead_frees_the_model():
         assert handle.tokens == expected[: len(handle.tokens)]
     given = dict(graphs=True, speculation="fixed", max_new_tokens=100)
     assert alone(model, PROMPT, DRAFTERS["ngram"](), **given) == expected
+
+
+def test_what_the_device_has_of_earlier_rows_is_not_that_of_a_row_that_joins():
+    """Their last tokens and positions are equal, but later rounds have changed them on the device."""
+    model = tiny_model("llama")
+    batch = RequestBatch(make_target(model, 64), 1, 50, SpeculationStats())
+    request = Engine(model, drafter=None)._prepared(PROMPT, 1, None, dict(max_new_tokens=9))
+    request.call.context.emit([0], [7])
+    batch.join(request, 0)
+    context, (tokens, positions) = batch.context, torch.tensor([[7], [len(PROMPT)]])
+    context.stage(tokens)
+    batch._root_positions.of(context.root_positions, positions)
+    tokens += 1
+    positions += 1
+    context.rows = []
+    batch.join(request, 0)
+    assert context.roots.tolist() == [7]
+    assert batch._root_positions.of(context.root_positions).tensor.tolist() == [len(PROMPT)]

@@ -156,10 +156,9 @@ class RequestBatch(Batch):
         drafted = [each.drafted[0] for each in results]
         ended = [each.ended[0] for each in results]
         if committed is not None:
-            knows = len(self.going()) == len(rows)
             positions = self._root_positions
             return Accepted.of_round(
-                committed, self.context, emitted, drafted, ended, positions, knows, is_latest
+                committed, self.context, emitted, drafted, ended, positions, is_latest
             )
         paths = [each.paths[0] for each in results]
         paths = [path + [-1] * (tree.num_nodes - len(path)) for path in paths]

@@ -94,7 +94,6 @@ class Accepted:
         drafted: list[int],
         ended: list[bool],
         positions: Latest,
-        knows: bool,
         is_latest: bool,
     ) -> Accepted:
         """What the rows have taken from a round that was committed on the device.
@@ -106,13 +105,12 @@ class Accepted:
             context: the text, the emitted tokens included.
             emitted, drafted, ended: see :class:`Accepted`; they may be less than the device has.
             positions: the positions of the roots.
-            knows: whether the device knows which rows had ended before this round.
             is_latest: whether no later round has been started.
         """
         entry, numbers, result = committed.entry, committed.numbers, committed.verdict
         counts = [len(tokens) for tokens in emitted]
-        # Whether the device has the last token and the length of every row.
-        knows = knows and counts == entry.counts
+        # Whether the device has the last token and the length of every row that goes on.
+        knows = counts == entry.counts
         if is_latest:
             context.stage(numbers.roots if knows else None)
             positions.of(context.root_positions, numbers.root_positions if knows else None)
@@ -504,9 +502,7 @@ class Sampler:
         entry, rows = committed.entry, context.rows
         self._check_status(entry, committed.tree, context.root_positions, rows, going)
         emitted = self._emit(CommittedWalk(entry), context, stop, going)
-        knows = stop.is_known or all(row in going for row in rows)
-        positions = self._root_positions
-        return Accepted.of_round(committed, context, *emitted, positions, knows, is_latest)
+        return Accepted.of_round(committed, context, *emitted, self._root_positions, is_latest)
 
     def _scores(self, tree: DraftTree, logits: Tensor, context: Context) -> Tensor:
         """The processed scores of all nodes."""
