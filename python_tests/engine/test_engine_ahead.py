@@ -27,6 +27,12 @@ from specdec_ext.models.slots.round_state import RoundState
 from specdec_ext.models.slots.runner import PassRunner
 
 every_drafter = pytest.mark.parametrize("name", AHEAD)
+# Drafters that wait for the host.
+IN_TURN = [
+    name
+    for name, make in DRAFTERS.items()
+    if name not in AHEAD and (drafter := make()) is not None and drafter.joinable
+]
 PROMPT = [4, 5, 6] * 5
 
 
@@ -82,7 +88,7 @@ def run(name, plan, model=None, **options):
     options = {"max_rows": 4, "speculation": "fixed", "graphs": True, **options}
     decoder = PlannedEngine(
         model or tiny_model("llama"),
-        drafter=AHEAD[name](),
+        drafter={**DRAFTERS, **AHEAD}[name](),
         tokenizer=letters_tokenizer(),
         **options,
     )
@@ -147,6 +153,13 @@ def test_texts_of_requests_that_come_and_go(name, rounds, checked):
     ahead = [len(running) for is_ahead, running in rounds if is_ahead]
     assert len(ahead) > len(rounds) / 3 and max(ahead) == 4
     assert len(checked) > 15
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_texts_with_drafters_that_wait_for_the_host(name, rounds, checked):
+    """Their rounds are committed on the device, but none is started ahead."""
+    check_requests(name, random_requests(12))
+    assert len(checked) > 15 and not any(is_ahead for is_ahead, _ in rounds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
