@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec_ext.models.base import CommittedKeys
 from specdec_ext.ops.couple_logits import DraftNoise
-from specdec_ext.transfer import Staged, Staging
+from specdec_ext.transfer import Latest, Staged, Staging
 from specdec_ext.tree.config import Shape
 
 
@@ -80,7 +80,7 @@ class Context:
             else attention_mask.bool().sum(dim=1).tolist()
         )
         self._prompt_texts: list[list[int]] | None = None
-        self._last_tokens: tuple[list[int], Staged] | None = None  # the latest ones staged
+        self._last_tokens = Latest(self.staging)
         self._pad = pad_token_id
         self._sequences = Sequences(input_ids, self.staging, pad_token_id, max_length)
         self._on_host: Sequences | None = None  # the same on the CPU
@@ -103,18 +103,11 @@ class Context:
         return self._staged_tokens(rows).tensor
 
     def _staged_tokens(self, rows: Sequence[int]) -> Staged:
-        last = [self.generated[row][-1] for row in rows]
-        if self._last_tokens is None or self._last_tokens[0] != last:
-            self._last_tokens = last, self.staging.stage(last)
-        return self._last_tokens[1]
+        return self._last_tokens.of([self.generated[row][-1] for row in rows])
 
     def stage(self, roots: Tensor | None = None) -> None:
         """Begin a round: stage its roots for the first copy to the device, unless they are there already."""
-        if roots is None:
-            self._staged_tokens(self.rows)
-        else:
-            last = [self.generated[row][-1] for row in self.rows]
-            self._last_tokens = last, self.staging.stage(last, roots)
+        self._last_tokens.of([self.generated[row][-1] for row in self.rows], roots)
 
     @property
     def root_positions(self) -> list[int]:
@@ -166,6 +159,7 @@ class Context:
         self.prompt(row)  # makes the list
         assert self._prompt_texts is not None
         self._prompt_texts[row] = other.prompt(0)
+        self._last_tokens.forget()
 
     def emit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Append one token to each of these original rows."""

@@ -4,6 +4,7 @@
     python profiling count-round --out profiling/results/generation/round_counts
     python profiling count-round --tiny --drafter ngram "head tree"    # several architectures
     python profiling count-round --graphs          # with recorded passes, each of which is one launch
+    python profiling count-round --graphs --engine # the rows are requests of an engine
 
 Models and heads run on the tensors of cuda_like.py, which take the code paths of CUDA and have real values.
 By default these are the bundled ones; ``--tiny`` takes tiny random models of several architectures. A round
@@ -25,6 +26,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -40,6 +42,7 @@ import specdec_ext
 from generation.cuda_like import CPU, CudaLike, cuda_like, reporting, to_device
 from generation.trace import FROM_HOST, KINDS, LAUNCH, NO_LAUNCH, TO_HOST, Call
 from specdec_ext import CombinedDrafter, HeadDrafter, NgramDrafter, assets
+from specdec_ext.engine import Engine
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models.slots import SlotTarget
@@ -79,7 +82,7 @@ class Round:
     Attributes:
         asked: ``(kind, place in the code) -> number of calls``.
         shapes: the ops that were launched, with their shapes.
-        row_ended: whether a row left the batch.
+        row_ended: whether a row left the batch, or joined it.
     """
 
     asked: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -142,7 +145,7 @@ class Counting:
     def __init__(self) -> None:
         self.case: Case | None = None
         self._open = False
-        self._reorder = SlotTarget.reorder
+        self._reorder, self._adopt = SlotTarget.reorder, SlotTarget.adopt
 
     def report(self, call: Call) -> None:
         if not self._open or self.case is None or call.kind == NO_LAUNCH:
@@ -172,6 +175,12 @@ class Counting:
         if self._open and self.case is not None:
             self.case.rounds[-1].row_ended = True
         self._reorder(target, *args, **kwargs)
+
+    def adopt(self, target: SlotTarget, *args: Any, **kwargs: Any) -> None:
+        """Replacement of ``SlotTarget.adopt``, which an engine calls when a row joins the batch."""
+        if self._open and self.case is not None:
+            self.case.rounds[-1].row_ended = True
+        self._adopt(target, *args, **kwargs)
 
     @contextmanager
     def of(self, case: Case) -> Iterator[None]:
@@ -233,23 +242,53 @@ def tiny_world(name: str) -> World:
     return World(name, tiny_target(name), tiny_head(), batches)
 
 
+def serve(
+    target: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    drafter: Any,
+    speculation: str,
+    graphs: bool,
+    **kwargs: Any,
+) -> None:
+    """Decode the rows of a batch as requests of an engine, and the first one again when a row is free.
+
+    The engine runs in this thread, to which the modes of torch belong.
+    """
+    decoder = Engine(
+        target, drafter=drafter, speculation=speculation, graphs=graphs, max_rows=len(input_ids)
+    )
+    decoder._thread = Thread()  # never started
+    rows = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+    handles = [decoder.submit(CudaLike(ids[None]), **kwargs) for ids in (*rows, rows[0])]
+    decoder._accepts = False
+    decoder._run()
+    for handle in handles:
+        handle.check()
+
+
 def run(
     worlds: Iterable[World],
     names: Sequence[str] = DRAFTERS,
     new_tokens: int = NEW_TOKENS,
     graphs: bool = False,
+    engine: bool = False,
 ) -> list[Case]:
     """Count the rounds of these targets and drafters, for every batch and kind of text.
 
     Args:
         graphs: replay recorded passes, each of which is one launch. A first call, which is not counted,
             records them.
+        engine: the rows of a batch are requests of an engine.
     """
     counting = Counting()
     with (
         mock.patch.object(nvtx, "annotate", counting.phase),
         mock.patch.object(
             SlotTarget, "reorder", lambda *args, **kwargs: counting.reorder(*args, **kwargs)
+        ),
+        mock.patch.object(
+            SlotTarget, "adopt", lambda *args, **kwargs: counting.adopt(*args, **kwargs)
         ),
         # The CPU op computes for the device, and it reads matrices in panels.
         mock.patch.object(packed_head, "reads_panels", lambda device: True),
@@ -258,12 +297,19 @@ def run(
         reporting(counting.report),
     ):
         return [
-            case for world in worlds for case in _count(world, counting, names, new_tokens, graphs)
+            case
+            for world in worlds
+            for case in _count(world, counting, names, new_tokens, graphs, engine)
         ]
 
 
 def _count(
-    world: World, counting: Counting, names: Sequence[str], new_tokens: int, graphs: bool
+    world: World,
+    counting: Counting,
+    names: Sequence[str],
+    new_tokens: int,
+    graphs: bool,
+    engine: bool,
 ) -> Iterator[Case]:
     head = own_weights(world.head, world.target)
     to_device(world.target)
@@ -280,11 +326,12 @@ def _count(
         names, world.batches.items(), TEXTS.items()
     ):
         case = Case(world.name, name, batch, text)
+        wrap = (lambda ids: ids) if engine else CudaLike
         call = partial(
-            specdec_ext.generate,
+            serve if engine else specdec_ext.generate,
             world.target,
-            input_ids=CudaLike(inputs["input_ids"]),
-            attention_mask=CudaLike(inputs["attention_mask"]),
+            input_ids=wrap(inputs["input_ids"]),
+            attention_mask=wrap(inputs["attention_mask"]),
             drafter=drafters[name],
             speculation="fixed",
             graphs=graphs,
@@ -321,15 +368,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     parser.add_argument("--tiny", action="store_true", help="tiny models of several architectures")
     parser.add_argument("--graphs", action="store_true", help="replay recorded passes")
+    parser.add_argument(
+        "--engine", action="store_true", help="the rows of a batch are requests of an engine"
+    )
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args(arguments)
     machine = machine_line(CPU, f"transformers {transformers.__version__}")
     worlds = map(tiny_world, TINY) if options.tiny else [bundled_world()]
-    cases = run(worlds, options.drafter, options.new_tokens, options.graphs)
+    cases = run(worlds, options.drafter, options.new_tokens, options.graphs, options.engine)
     rows = [case.row() for case in cases]
     passes = "recorded passes" if options.graphs else "passes kernel by kernel"
-    title = f"One round on a GPU: launches and copies, {passes}"
+    place = ", in an engine" if options.engine else ""
+    title = f"One round on a GPU: launches and copies, {passes}{place}"
     places = place_lines(cases, (TO_HOST, FROM_HOST, NEW_SHAPE))
     notes = [*NOTES, "", *places] if options.tiny else NOTES
     Results(title, machine, COLUMNS, KEY, rows, notes=notes).publish(options.out)

@@ -29,9 +29,9 @@ def fresh_arena():
 def states(monkeypatch):
     """The states of all calls."""
     begun = []
-    original = RoundState.begin
+    original = RoundState.empty
     monkeypatch.setattr(
-        RoundState, "begin", lambda *args: begun.append(original(*args)) or begun[-1]
+        RoundState, "empty", lambda *args: begun.append(original(*args)) or begun[-1]
     )
     return begun
 

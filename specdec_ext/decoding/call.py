@@ -13,14 +13,14 @@ from specdec_ext.context import Context
 from specdec_ext.decoding.preparation import PreparedCall
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.models import Target, TargetOutput
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, RoundTexts
 from specdec_ext.output import Recorder, TokenStream
 from specdec_ext.stats import DraftAlarm, SpeculationStats
 from specdec_ext.transfer import Staging
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted, Sampler
 from specdec_ext.verify.stopping import StopRule
-from specdec_ext.verify.walks import FinishedWalk
+from specdec_ext.verify.walks import CommittedWalk, FinishedWalk
 
 
 class Batch(ABC):
@@ -71,6 +71,14 @@ class Batch(ABC):
     ) -> ops.MatchResult:
         """Verify trees without reading the result; see :meth:`Sampler.verify_on_device`."""
         raise NotImplementedError(f"{type(self).__name__} can't be verified on the device alone")
+
+    @abstractmethod
+    def decides(self) -> bool:
+        """Whether ops alone decide which tokens are emitted, except that the host may end a row earlier."""
+
+    @abstractmethod
+    def texts(self, known: int) -> RoundTexts:
+        """The text of the active rows; the device has that of the first ``known`` ones."""
 
     @abstractmethod
     def going(self) -> list[int]:
@@ -190,9 +198,13 @@ class Call(Batch):
         return accepted
 
     def follow(
-        self, walk: FinishedWalk, tree: DraftTree, output: TargetOutput, target: Target
+        self,
+        walk: FinishedWalk | CommittedWalk,
+        tree: DraftTree,
+        output: TargetOutput,
+        target: Target,
     ) -> Accepted:
-        """:meth:`verify` for trees that an op has verified for this and other calls."""
+        """:meth:`verify` for trees that ops have verified for this and other calls."""
         before = [len(self.context.generated[row]) for row in self.context.rows]
         accepted = self.sampler.follow(walk, tree, self.context, self.stop)
         self.take(output, target, accepted, before)
@@ -226,6 +238,22 @@ class Call(Batch):
             going = self.going()
             columns = min(map(context.columns, going)) if going else self.width()
             self.stream.advance(accepted, rows, columns)
+
+    def decides(self) -> bool:
+        records = self.recorder.record_scores is not None
+        return not records and self.sampler.decides(self.stop, len(self.context.rows))
+
+    def texts(self, known: int) -> RoundTexts:
+        context, rows = self.context, self.context.rows
+        assert known == 0  # the rows of a call begin together
+        text, limit = context.sequences(), self.stop.max_length
+        return RoundTexts(
+            text,
+            [context.columns(row) for row in rows],
+            [limit] * len(rows),
+            self.stop.eos_ids,
+            (len(rows), max(limit, text.shape[1])),
+        )
 
     def going(self) -> list[int]:
         everyone = range(len(self.context.generated))

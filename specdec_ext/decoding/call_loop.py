@@ -37,15 +37,9 @@ class CallLoop(DecodingLoop):
             self._num_logits = output.logits.shape[-1]
             call.recorder.prompt(output)
             self._verify(Round(tree, output), is_latest=True)
-        decides = call.sampler.decides(call.stop, len(context.rows))
-        if decides and call.recorder.record_scores is None:
-            self._commits_on_device = target.begin_rounds(
-                context.sequences(),
-                [context.columns(row) for row in context.rows],
-                call.stop.max_length,
-                call.stop.eos_ids,
-            )
-        self._may_run_ahead = self._commits_on_device and not call.sampler.needs_draft_probs
+        self._begin_rounds()
+        if call.sampler.needs_draft_probs:
+            self._may_run_ahead = False
         if drafter is not None:
             drafter.start(context, target.model, output)
         if policy is not None:

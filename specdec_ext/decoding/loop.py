@@ -19,7 +19,7 @@ from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.models import Target, TargetOutput
 from specdec_ext.models.base import CommittedRound
 from specdec_ext.schedule.policy import Policy
-from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
+from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT, DraftTree
 from specdec_ext.verify.sampler import Accepted, SpoiltLogits
 
 
@@ -64,8 +64,26 @@ class DecodingLoop:
             Timed(phase, self.stats.seconds) for phase in ("draft", "verify", "commit")
         )
 
-    def step(self) -> None:
-        """Draft, score, verify and commit one round, unless it has been started ahead."""
+    def _begin_rounds(self, known: int = 0) -> None:
+        """Commit the next rounds on the device if ops alone decide them and the target can, else on the host.
+
+        Args:
+            known: number of first active rows whose text the device has.
+        """
+        before = self._commits_on_device
+        self._commits_on_device = self.target.commits_rounds and self.batch.decides()
+        if self._commits_on_device:
+            self.target.begin_rounds(self.batch.texts(known))
+        elif before:
+            self.target.end_rounds()
+        self._may_run_ahead = self._commits_on_device
+
+    def step(self, goes_on: bool = True) -> None:
+        """Draft, score, verify and commit one round, unless it has been started ahead.
+
+        Args:
+            goes_on: whether the next round may be started ahead.
+        """
         context, drafter, policy = self.context, self.drafter, self.policy
         current, self._ahead = self._ahead, None
         if current is None:
@@ -73,7 +91,7 @@ class DecodingLoop:
                 tree = self._propose()
         elif drafter is not None and policy is not None:
             policy.repeat()
-        if self._may_run_ahead:
+        if self._may_run_ahead and goes_on:
             if current is None:
                 with self._scoring:
                     current = self._start(tree)
@@ -104,6 +122,8 @@ class DecodingLoop:
         if drafter is None or policy is None or not policy.choose(context):
             return DraftTree.root(context.roots, roots)
         rooms = self._rooms()
+        for row in self.batch.undrafted:
+            rooms[context.rows.index(row)] = 0
         limits = context.staging.stage(rooms)
         tree, name = drafter.propose(context), type(drafter).__name__
         if not isinstance(tree, DraftTree):
@@ -126,10 +146,7 @@ class DecodingLoop:
         # The last token of a row needs no key, so useful nodes are at most remaining - 1 levels deep.
         useful = [left - 1 for left in context.remaining]
         before_end = map(target.context_room, context.root_positions)
-        rooms = [*map(min, useful, target.draft_room, before_end)]
-        for row in self.batch.undrafted:
-            rooms[context.rows.index(row)] = 0
-        return rooms
+        return [*map(min, useful, target.draft_room, before_end)]
 
     def _start(
         self, tree: DraftTree, last: CommittedRound | None = None, draft: DraftAhead | None = None
@@ -154,6 +171,8 @@ class DecodingLoop:
         assert committed is not None
         drafts = False if self.policy is None else self.policy.decided
         if drafts is None or self._is_void or len(self.batch.going()) < len(context.rows):
+            return None
+        if drafts and self.batch.undrafted:
             return None
         if max(context.remaining) < 2:  # the text ends in this round
             return None
@@ -194,10 +213,19 @@ class DecodingLoop:
                 return None
             self.stats.reruns += 1
             self.target.withdraw(current.tree)
-            current = self._start(DraftTree.root(self.context.roots, self._last_tokens()))
+            current = self._start(self._roots())
             accepted = self._verify(current, is_latest=True)
         self._is_void = False
         return tree, current.output, accepted
+
+    def _roots(self) -> DraftTree:
+        """The trees of a step without drafts. Rows that have ended, but wait to be removed, are inactive."""
+        tree, going = DraftTree.root(self.context.roots, self._last_tokens()), self.batch.going()
+        rows = self.context.rows
+        if len(going) == len(rows):
+            return tree
+        parents = [ROOT_PARENT if row in going else INACTIVE for row in rows]
+        return tree.with_roots(self.context.staging.stage(parents).tensor)
 
     def _tree_on_host(self, ahead: Round) -> DraftTree:
         """The tree of a round ahead as the host would have drafted it: nothing that the row can't emit."""

@@ -11,19 +11,21 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec_ext import ops
 from specdec_ext.context import Context
 from specdec_ext.decoding.call import Batch, count_row
 from specdec_ext.engine.request import Request
 from specdec_ext.models import Target, TargetOutput
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, RoundTexts
 from specdec_ext.ops import DraftNoise
 from specdec_ext.stats import SpeculationStats
+from specdec_ext.transfer import Latest
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.filters import filter_arguments
 from specdec_ext.verify.sampler import Accepted, SpoiltLogits
-from specdec_ext.verify.walks import FinishedWalk
+from specdec_ext.verify.walks import CommittedWalk, FinishedWalk
 
 
 class RequestBatch(Batch):
@@ -51,7 +53,8 @@ class RequestBatch(Batch):
         self.stats = stats
         self.requests: dict[int, Request] = {}  # by place
         self.undrafted: set[int] = set()
-        # Places of rows that are verified or drawn together -> their arguments of the ops.
+        self._root_positions = Latest(target.staging)
+        # Places of rows that are verified or drawn together, and nodes of each -> their arguments of the ops.
         self._arguments: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def join(self, request: Request, place: int) -> None:
@@ -61,6 +64,7 @@ class RequestBatch(Batch):
         context.rows = [*context.rows, place]
         self.requests[place] = request
         self._arguments.clear()
+        self._root_positions.forget()
         if not request.takes_drafts:
             self.undrafted.add(place)
         context.noise = self._draft_noise()
@@ -84,7 +88,25 @@ class RequestBatch(Batch):
     def going(self) -> list[int]:
         return [place for place in self.context.rows if place in self.requests]
 
+    def decides(self) -> bool:
+        return all(self.requests[place].rule is not None for place in self.context.rows)
+
+    def texts(self, known: int) -> RoundTexts:
+        """The text of the active rows. An end that not all of them have is the host's to find."""
+        context = self.context
+        calls = [self.requests[place].call for place in context.rows]
+        new = [call.context.sequences()[0] for call in calls[known:]]
+        eos = set.intersection(*(set(call.stop.eos_ids) for call in calls))
+        return RoundTexts(
+            pad_sequence(new, batch_first=True),
+            [call.context.columns(0) for call in calls],
+            [call.stop.max_length for call in calls],
+            sorted(eos),
+            (len(context.generated), context.max_length),
+        )
+
     def stage(self) -> None:
+        self._root_positions.of(self.context.root_positions)
         for place in self.context.rows:
             call = self.requests[place].call
             call.sampler.stage(call.context)
@@ -94,6 +116,8 @@ class RequestBatch(Batch):
 
     def count(self, tree: DraftTree, accepted: Accepted) -> None:
         for i, place in enumerate(self.context.rows):
+            if place not in self.requests:  # it has left after this round was started
+                continue
             call = self.requests[place].call
             count_row(self.stats, tree, accepted, i)
             count_row(call.stats, tree, accepted, i)
@@ -110,49 +134,75 @@ class RequestBatch(Batch):
         """Verify the tree of each row. What goes wrong in one row does not disturb the others.
 
         A row whose drafts have spoilt its logits emits nothing, and its next tree has no drafts. A row with
-        another error emits nothing, and its request has the error.
+        another error emits nothing, and its request has the error. What a request has emitted that has left
+        since the round was started is dropped.
         """
         rows = self.context.rows
-        together = self._together(rows)
-        walks = dict(zip(together, self._walks(tree, output.logits, together), strict=True))
+        if committed is None:
+            walks = self._walks(tree, output.logits, self._together(rows))
+        else:
+            walks = self._committed_walks(committed)
         results = []
         for i, place in enumerate(rows):
-            request = self.requests[place]
-            own = tree.of_row(i)
-            scores = output.of_row(i, own.num_nodes)
-            try:
-                if i in walks:
-                    results.append(request.call.follow(walks[i], own, scores, target))
-                else:
-                    results.append(request.call.verify(own, scores, target))
-                if request.takes_drafts:
-                    self.undrafted.discard(place)
-                continue
-            except SpoiltLogits:
-                self.undrafted.add(place)
-                self.stats.reruns += 1
-                request.call.stats.reruns += 1
-            except Exception as error:
-                request.error = error
-            results.append(Accepted.nothing())
+            result = None
+            if place in self.requests:
+                # A tree on the device need not be read: all of its nodes were verified.
+                own = tree.of_row(i) if committed is None else tree
+                result = self._verified(
+                    place, walks.get(i), own, output.of_row(i, own.num_nodes), target
+                )
+            results.append(result or Accepted.nothing())
         emitted = [each.emitted[0] for each in results]
+        drafted = [each.drafted[0] for each in results]
+        ended = [each.ended[0] for each in results]
+        if committed is not None:
+            positions = self._root_positions
+            return Accepted.of_round(
+                committed, self.context, emitted, drafted, ended, positions, is_latest
+            )
         paths = [each.paths[0] for each in results]
         paths = [path + [-1] * (tree.num_nodes - len(path)) for path in paths]
         stage = self.context.staging.stage
         path, kept = stage(paths), stage([len(tokens) - 1 for tokens in emitted])
-        return Accepted(
-            path.tensor,
-            kept.tensor,
-            emitted,
-            [each.drafted[0] for each in results],
-            [each.ended[0] for each in results],
-            paths,
-        )
+        return Accepted(path.tensor, kept.tensor, emitted, drafted, ended, paths)
 
-    def _walks(self, tree: DraftTree, logits: Tensor, together: list[int]) -> list[FinishedWalk]:
+    def _verified(
+        self,
+        place: int,
+        walk: FinishedWalk | CommittedWalk | None,
+        tree: DraftTree,
+        output: TargetOutput,
+        target: Target,
+    ) -> Accepted | None:
+        """What a request emits; None if its drafts or an error prevent it.
+
+        Args:
+            walk: its walk, if ops have verified its tree.
+            tree, output: of its row.
+        """
+        request = self.requests[place]
+        try:
+            if walk is None:
+                accepted = request.call.verify(tree, output, target)
+            else:
+                accepted = request.call.follow(walk, tree, output, target)
+            if request.takes_drafts:
+                self.undrafted.discard(place)
+            return accepted
+        except SpoiltLogits:
+            self.undrafted.add(place)
+            self.stats.reruns += 1
+            request.call.stats.reruns += 1
+        except Exception as error:
+            request.error = error
+        return None
+
+    def _walks(
+        self, tree: DraftTree, logits: Tensor, together: list[int]
+    ) -> dict[int, FinishedWalk | CommittedWalk]:
         """Verify these rows with one call of each op."""
         if not together:
-            return []
+            return {}
         context = self.context
         if len(together) < len(context.rows):
             logits = logits[context.staging.stage(together).tensor]
@@ -161,35 +211,62 @@ class RequestBatch(Batch):
         positions = [context.root_positions[i] for i in together]
         on_host = self._match(tree, logits, places, positions).on_host()
         tokens = tree.token_lists
-        return [FinishedWalk([tokens[j]], on_host.of_row(j)) for j in range(len(together))]
+        return {i: FinishedWalk([tokens[j]], on_host.of_row(j)) for j, i in enumerate(together)}
+
+    def _committed_walks(
+        self, committed: CommittedRound
+    ) -> dict[int, FinishedWalk | CommittedWalk]:
+        """The walks of a round that was committed on the device.
+
+        Raises:
+            SpoiltLogits: drafts may have spoilt the logits of a row, so no row has emitted anything.
+        """
+        entry, rows = committed.entry, self.context.rows
+        if any(entry.status) and committed.tree.num_nodes > 1:
+            for place, status in zip(rows, entry.status, strict=True):
+                if status and place in self.requests:
+                    self.requests[place].call.stats.reruns += 1
+            raise SpoiltLogits
+        return {i: CommittedWalk(entry.of_row(i)) for i in range(len(rows))}
+
+    def verify_on_device(
+        self, tree: DraftTree, logits: Tensor, root_positions: Tensor | None
+    ) -> ops.MatchResult:
+        positions = self.context.root_positions if root_positions is None else root_positions
+        return self._match(tree, logits, self.context.rows, positions)
 
     def _together(self, places: Sequence[int]) -> list[int]:
         """Which of these rows ops alone can verify."""
         return [i for i, place in enumerate(places) if self.requests[place].rule is not None]
 
     def _match(
-        self, tree: DraftTree, logits: Tensor, places: Sequence[int], root_positions: Sequence[int]
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        places: Sequence[int],
+        root_positions: Sequence[int] | Tensor,
     ) -> ops.MatchResult:
         """Verify the trees of these places, all of which have a rule."""
-        key = tuple(places)
+        key = (*places, tree.num_nodes)
         if key not in self._arguments:
-            self._arguments[key] = self._arguments_of(places)
+            self._arguments[key] = self._arguments_of(places, tree.num_nodes)
         arguments = self._arguments[key]
         noise, filters = arguments[:4], arguments[4:]
         if filters:
-            each = (value.repeat_interleave(tree.num_nodes) for value in filters)
-            logits = ops.sample_filter(logits.flatten(0, 1), *each).view(logits.shape)
-        positions = self.context.staging.stage(list(root_positions)).tensor
-        return ops.verify_match(logits, tree.tokens, tree.parents, positions, *noise)
+            logits = ops.sample_filter(logits.flatten(0, 1), *filters).view(logits.shape)
+        if not isinstance(root_positions, Tensor):
+            root_positions = self._root_positions.of(list(root_positions)).tensor
+        return ops.verify_match(logits, tree.tokens, tree.parents, root_positions, *noise)
 
-    def _arguments_of(self, places: Sequence[int]) -> tuple[Tensor, ...]:
+    def _arguments_of(self, places: Sequence[int], nodes: int) -> tuple[Tensor, ...]:
         """The last arguments of ``ops.verify_match``, and those of ``ops.sample_filter`` if it is needed."""
         device = self.context.device
         rules = [rule for place in places if (rule := self.requests[place].rule) is not None]
         noise = zip(*(rule[:3] for rule in rules), strict=True)
         numbers = (torch.tensor(values, device=device) for values in noise)
         counters = torch.zeros(len(places), dtype=torch.int32, device=device)
-        return *numbers, counters, *filter_arguments([rule[3:] for rule in rules], device)
+        filters = filter_arguments([rule[3:] for rule in rules], device)
+        return *numbers, counters, *(value.repeat_interleave(nodes) for value in filters)
 
     def _draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """:attr:`Context.draw` of the requests."""

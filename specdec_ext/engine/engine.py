@@ -345,12 +345,16 @@ class Engine:
     def _active(self) -> list[Request]:
         return list(self._loop.batch.requests.values())
 
-    def _remove_ended(self) -> None:
+    def _remove_rows(self) -> None:
+        """Let requests that have ended leave the batch."""
         for place, request in [*self._loop.batch.requests.items()]:
             if request.finish_reason is not None:
                 request.finish()
                 self._loop.batch.leave(place)
         self._loop.follow()
+
+    def _remove_ended(self) -> None:
+        self._remove_rows()
         for queue in (self._waiting, self._reading):
             for request in [*queue]:
                 if request.finish_reason is not None:
@@ -381,6 +385,8 @@ class Engine:
                 if output is None:
                     continue
             if request.finish_reason is None:
+                self._attempt(self._loop.settle)
+                self._remove_rows()
                 self._attempt(self._loop.join, request, output)
             else:
                 request.finish()

@@ -32,6 +32,7 @@ class EngineLoop(DecodingLoop):
         policy: Policy | None,
     ):
         super().__init__(target, drafter, batch, policy)
+        self._known = 0  # number of first active rows whose text the device has
         if drafter is not None and policy is not None:
             target.record_hidden_states(drafter.feature_layers(target.model))
             no_rows = TargetOutput(batch.context.input_ids.new_zeros(0, 1, target.vocab_size))
@@ -39,13 +40,19 @@ class EngineLoop(DecodingLoop):
             policy.begin(batch.context, batch.stats)
             policy.stop_clock()
 
+    def settle(self) -> None:
+        """Read the round ahead, if there is one, without another one: rows may join and leave then."""
+        if self._ahead is not None:
+            self.step(goes_on=False)
+
     def join(self, request: Request, output: TargetOutput) -> None:
-        """Let a request join that has emitted its first token.
+        """Let a request join that has emitted its first token. No round is ahead.
 
         Args:
             request: it goes on.
             output: the output of its prompt.
         """
+        assert self._ahead is None
         row = len(self.context.rows)
         place = self._layout[row]
         self._num_logits = output.logits.shape[-1]
@@ -55,11 +62,14 @@ class EngineLoop(DecodingLoop):
             self.drafter.join(self.context, [place], output)
             self.policy.join([place])
 
-    def step(self) -> None:
+    def step(self, goes_on: bool = True) -> None:
         reruns = self.stats.reruns
         if self.policy is not None:
             self.policy.start_clock()
-        super().step()
+        if self._ahead is None and self._known < len(self.context.rows):
+            self._begin_rounds(self._known)
+            self._known = len(self.context.rows) if self._commits_on_device else 0
+        super().step(goes_on)
         if self.policy is not None:
             self.policy.stop_clock()
         if self.stats.reruns > reruns:
@@ -67,6 +77,9 @@ class EngineLoop(DecodingLoop):
             self.target.clear_rejected()
 
     def follow(self) -> None:
-        """Remove the rows of requests that have left."""
+        """Remove the rows of requests that have left, unless a round is ahead of which others take part."""
+        rows = len(self.context.rows)
         if not self._unfinished():
-            self.context.rows = []
+            self._ahead, self.context.rows = None, []
+        if len(self.context.rows) < rows:
+            self._known = len(self.context.rows) if self._known == rows else 0

@@ -81,6 +81,25 @@ class CommittedRound:
         return DraftTree(*lists)
 
 
+class RoundTexts(NamedTuple):
+    """The text of the active rows, from which rounds on the device go on.
+
+    Attributes:
+        new: ``[new rows, columns]`` int64, the text of the last active rows, paddings included. The device
+            has the text of those before them.
+        lengths: number of columns of each active row.
+        limits: the number of columns at which each active row ends.
+        eos: end-of-sequence ids of all rows.
+        room: the most rows and columns that the text may have.
+    """
+
+    new: Tensor
+    lengths: list[int]
+    limits: list[int]
+    eos: list[int]
+    room: tuple[int, int]
+
+
 @dataclass
 class TargetOutput:
     """The output of one forward pass of the target.
@@ -266,18 +285,18 @@ class Target(ABC):
             on_host: ``path`` and ``num_accepted`` as lists; None copies them from the device.
         """
 
-    def begin_rounds(
-        self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
-    ) -> bool:
-        """Prepare to commit rounds on the device, after the prompt. Returns whether this target can do so.
-
-        Args:
-            text: ``[rows, columns]`` int64, ``sequences`` so far.
-            lengths: number of columns of each row.
-            limit: number of columns at which every row ends.
-            eos: end-of-sequence ids.
-        """
+    @property
+    def commits_rounds(self) -> bool:
+        """Whether this target can commit rounds on the device."""
         return False
+
+    def begin_rounds(self, texts: RoundTexts) -> None:
+        """Commit the next rounds on the device. Available if it :attr:`commits_rounds`."""
+        raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
+
+    def end_rounds(self) -> None:
+        """Let the host commit the next rounds. It has read all rounds before."""
+        raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
 
     def commit_round(self, verdict: MatchResult) -> CommittedRound:
         """Commit the tree just scored on the device, and cut the emitted tokens at the end of a row.

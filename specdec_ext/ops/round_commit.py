@@ -84,6 +84,18 @@ class RoundEntry(NamedTuple):
             number, counts, accepted, [*map(bool, ended)], status, lists[:batch], lists[batch:]
         )
 
+    def of_row(self, row: int) -> RoundEntry:
+        """The entry of a round with this row alone."""
+        return RoundEntry(
+            self.round,
+            [self.counts[row]],
+            [self.num_accepted[row]],
+            [self.ended[row]],
+            [self.status[row]],
+            [self.tokens[row]],
+            [self.paths[row]],
+        )
+
 
 def round_commit(
     caches: Sequence[Tensor],

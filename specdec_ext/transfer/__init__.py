@@ -1,6 +1,6 @@
 """Copies of integers between the host and the device of a target."""
 
 from specdec_ext.transfer.arriving import Arriving
-from specdec_ext.transfer.staging import Staged, Staging
+from specdec_ext.transfer.staging import Latest, Staged, Staging
 
-__all__ = ["Arriving", "Staged", "Staging"]
+__all__ = ["Arriving", "Latest", "Staged", "Staging"]

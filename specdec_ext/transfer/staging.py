@@ -39,6 +39,28 @@ class Staged:
         return self._tensor
 
 
+class Latest:
+    """Integers that change from round to round, and are staged only if they have changed.
+
+    Args:
+        staging: copies them.
+    """
+
+    def __init__(self, staging: Staging):
+        self._staging = staging
+        self._staged: Staged | None = None
+
+    def of(self, values: list[int], on_device: Tensor | None = None) -> Staged:
+        """Stage ``values``, unless they are the latest ones or are ``on_device``."""
+        if self._staged is None or on_device is not None or self._staged.values != values:
+            self._staged = self._staging.stage(values, on_device)
+        return self._staged
+
+    def forget(self) -> None:
+        """Stage the next values, even if they are equal: the latest ones are not on the device any more."""
+        self._staged = None
+
+
 class Staging:
     """Collects integers for the next copy to ``device``.
 

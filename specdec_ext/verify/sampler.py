@@ -29,7 +29,7 @@ from specdec_ext import ops
 from specdec_ext.context import Context
 from specdec_ext.models.base import CommittedRound
 from specdec_ext.reference import rng
-from specdec_ext.transfer import Staged, Staging
+from specdec_ext.transfer import Latest, Staged, Staging
 from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
 from specdec_ext.verify.processors import Processors
 from specdec_ext.verify.stopping import StopRule
@@ -84,6 +84,43 @@ class Accepted:
         """A row that has emitted nothing."""
         path = torch.empty(1, 0, dtype=torch.long, device="cpu")
         return cls(path, torch.tensor([-1], device="cpu"), [[]], [0], [False], [[]])
+
+    @classmethod
+    def of_round(
+        cls,
+        committed: CommittedRound,
+        context: Context,
+        emitted: list[list[int]],
+        drafted: list[int],
+        ended: list[bool],
+        positions: Latest,
+        is_latest: bool,
+    ) -> Accepted:
+        """What the rows have taken from a round that was committed on the device.
+
+        If no later round has been started, the next one finds its roots and their positions on the device.
+
+        Args:
+            committed: the round.
+            context: the text, the emitted tokens included.
+            emitted, drafted, ended: see :class:`Accepted`; they may be less than the device has.
+            positions: the positions of the roots.
+            is_latest: whether no later round has been started.
+        """
+        entry, numbers, result = committed.entry, committed.numbers, committed.verdict
+        counts = [len(tokens) for tokens in emitted]
+        # Whether the device has the last token and the length of every row that goes on.
+        knows = counts == entry.counts
+        if is_latest:
+            context.stage(numbers.roots if knows else None)
+            positions.of(context.root_positions, numbers.root_positions if knows else None)
+        if knows and not any(entry.ended) and not any(entry.status):
+            kept = result.num_accepted
+        elif knows and is_latest:
+            kept = numbers.counts - 1
+        else:
+            kept = context.staging.stage([count - 1 for count in counts]).tensor
+        return cls(result.path, kept, emitted, drafted, ended, entry.paths, committed)
 
     @cached_property
     def paths(self) -> list[list[int]]:
@@ -146,7 +183,7 @@ class Sampler:
         self._verification = verification if stochastic else "match"
         self._noise_of: tuple[list[int], Staged] | None = None
         self._row_tensors: tuple[Staged, tuple[Tensor, ...]] | None = None
-        self._root_positions: tuple[list[int], Staged] | None = None
+        self._root_positions = Latest(staging)
         if self.needs_draft_probs and self._processors.with_memory:
             raise ValueError(
                 f"verification={verification!r} can't be combined with the logits processors "
@@ -225,7 +262,7 @@ class Sampler:
     def stage(self, context: Context) -> None:
         """Begin a round: stage the integers that its verification needs on the device."""
         self._staged_rows(list(context.rows))
-        self._positions_of(context.root_positions)
+        self._root_positions.of(context.root_positions)
         self._processors.stage(context)
 
     def _staged_rows(self, rows: list[int]) -> Staged:
@@ -245,15 +282,10 @@ class Sampler:
             self._row_tensors = (staged, (seeds, streams, flags, counters))
         return self._row_tensors[1]
 
-    def _positions_of(self, positions: list[int]) -> Staged:
-        if self._root_positions is None or self._root_positions[0] != positions:
-            self._root_positions = positions, self._staging.stage(positions)
-        return self._root_positions[1]
-
     def _on_device(self, positions: Sequence[int] | Tensor) -> Tensor:
         if isinstance(positions, Tensor):
             return positions
-        return self._positions_of(list(positions)).tensor
+        return self._root_positions.of(list(positions)).tensor
 
     def _match(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int] | Tensor, rows: list[int]
@@ -379,7 +411,7 @@ class Sampler:
         else:
             probs = torch.zeros_like(scores).scatter(1, scores.argmax(dim=-1, keepdim=True), 1.0)
         seeds, streams, *_ = self._rows(list(rows))
-        positions = self._positions_of(list(root_positions)).tensor
+        positions = self._on_device(root_positions)
         bits = rng.round_bits(seeds, streams, positions, depth, rng.PURPOSE_DRAFT, 2)
         return _invert(probs, bits), probs
 
@@ -467,37 +499,10 @@ class Sampler:
         Raises:
             SpoiltLogits, ValueError: as :meth:`verify`.
         """
-        entry, numbers, result = committed.entry, committed.numbers, committed.verdict
-        self._check_status(entry, committed.tree, context.root_positions, context.rows, going)
-        if stop.is_known:
-            pairs = zip(entry.counts, entry.num_accepted, strict=True)
-            drafted, ended = [max(0, min(pair)) for pair in pairs], entry.ended
-            emitted = [row[:count] for row, count in zip(entry.tokens, entry.counts, strict=True)]
-            for row, tokens in zip(context.rows, emitted, strict=True):
-                context.extend(row, tokens)
-        else:
-            alive = [i for i, row in enumerate(context.rows) if row in going and entry.counts[i]]
-            emitted, drafted, ended = self._follow(CommittedWalk(entry), alive, context, stop)
-        counts = [len(tokens) for tokens in emitted]
-        # Whether the device has the last token and the length of every row.
-        known_to_device = stop.is_known or (
-            counts == entry.counts and all(row in going for row in context.rows)
-        )
-        if is_latest:
-            # The next round finds its roots and their positions on the device, if they are there.
-            roots, root_positions = (
-                (numbers.roots, numbers.root_positions) if known_to_device else (None, None)
-            )
-            context.stage(roots)
-            positions = context.root_positions
-            self._root_positions = positions, self._staging.stage(positions, root_positions)
-        if known_to_device and not any(entry.ended):
-            kept = result.num_accepted
-        elif known_to_device and is_latest:
-            kept = numbers.counts - 1
-        else:
-            kept = self._staging.stage([count - 1 for count in counts]).tensor
-        return Accepted(result.path, kept, emitted, drafted, ended, entry.paths, committed)
+        entry, rows = committed.entry, context.rows
+        self._check_status(entry, committed.tree, context.root_positions, rows, going)
+        emitted = self._emit(CommittedWalk(entry), context, stop, going)
+        return Accepted.of_round(committed, context, *emitted, self._root_positions, is_latest)
 
     def _scores(self, tree: DraftTree, logits: Tensor, context: Context) -> Tensor:
         """The processed scores of all nodes."""
@@ -518,9 +523,13 @@ class Sampler:
         return scores.masked_fill(spoilt[..., None], torch.nan)
 
     def follow(
-        self, walk: FinishedWalk, tree: DraftTree, context: Context, stop: StopRule
+        self,
+        walk: FinishedWalk | CommittedWalk,
+        tree: DraftTree,
+        context: Context,
+        stop: StopRule,
     ) -> Accepted:
-        """Append to ``context`` what a walk emits that an op has finished for this and other samplers.
+        """Append to ``context`` what a walk emits that ops have finished for this and other samplers.
 
         Its tensors are on the CPU.
 
@@ -531,28 +540,40 @@ class Sampler:
         return self._accepted(walk, *self._emit(walk, context, stop))
 
     def _emit(
-        self, walk: FinishedWalk, context: Context, stop: StopRule
+        self,
+        walk: FinishedWalk | CommittedWalk,
+        context: Context,
+        stop: StopRule,
+        going: Collection[int] | None = None,
     ) -> tuple[list[list[int]], list[int], list[bool]]:
         """Append to ``context`` what a finished walk emits, the whole block of each row at once if possible.
+
+        Args:
+            going: the rows that emit something; None for all.
 
         Returns:
             ``emitted``, ``drafted`` and ``ended`` of :class:`Accepted`.
         """
+        rows = context.rows
+        blocks = [
+            walk.whole(i) if going is None or row in going else ([], 0)
+            for i, row in enumerate(rows)
+        ]
         if not stop.is_known:
-            return self._follow(walk, list(range(len(context.rows))), context, stop)
+            alive = [i for i, (tokens, _) in enumerate(blocks) if tokens]
+            return self._follow(walk, alive, context, stop)
         emitted, drafted, ended = [], [], []
-        for i, row in enumerate(context.rows):
-            tokens = walk.whole(i)
+        for row, (tokens, count) in zip(rows, blocks, strict=True):
             end = stop.end_of(tokens, context.columns(row))
-            drafted.append(min(end or len(tokens), len(tokens) - 1))
             emitted.append(tokens[:end])
+            drafted.append(max(0, min(count, len(emitted[-1]))))
             ended.append(end is not None)
-            context.extend(row, emitted[i])
+            context.extend(row, emitted[-1])
         return emitted, drafted, ended
 
     def _follow(
         self,
-        walk: Walk | CommittedWalk,
+        walk: Walk,
         alive: list[int],
         context: Context,
         stop: StopRule,

@@ -55,10 +55,10 @@ class FinishedWalk:
         ]
         return picks, descends
 
-    def whole(self, i: int) -> list[int]:
-        """All picked tokens of row ``i``: the accepted draft tokens and the one after them."""
+    def whole(self, i: int) -> tuple[list[int], int]:
+        """All picked tokens of row ``i``, and how many of them come from the draft: all but the last."""
         nodes = self._nodes[i][1 : self._lengths[i] + 1]
-        return [*(self._tokens[i][node] for node in nodes), self._next[i]]
+        return [*(self._tokens[i][node] for node in nodes), self._next[i]], self._lengths[i]
 
     def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
         """``path``, ``num_accepted`` and ``paths`` of :class:`~specdec_ext.verify.sampler.Accepted`.
@@ -131,16 +131,25 @@ class CommittedWalk:
     """A walk whose tokens were emitted on the device, up to the ends that the device knows."""
 
     def __init__(self, entry: RoundEntry):
-        self._entry = entry
+        self.on_host = entry
         self._depth = 0
 
     def nodes(self, alive: list[int]) -> list[int]:
-        return [self._entry.paths[i][self._depth] for i in alive]
+        return [self.on_host.paths[i][self._depth] for i in alive]
 
     def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
-        picks = [self._entry.tokens[i][self._depth] for i in alive]
+        picks = [self.on_host.tokens[i][self._depth] for i in alive]
         self._depth += 1
-        return picks, [self._depth <= self._entry.num_accepted[i] for i in alive]
+        counts = self.on_host.num_accepted
+        return picks, [self._depth <= counts[i] for i in alive]
+
+    def whole(self, i: int) -> tuple[list[int], int]:
+        """The tokens of row ``i``, none if it had ended, and how many nodes of the draft were accepted."""
+        return self.on_host.tokens[i][: self.on_host.counts[i]], self.on_host.num_accepted[i]
+
+    def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
+        paths = self.on_host.paths
+        return torch.tensor(paths, device="cpu"), torch.tensor(counts, device="cpu"), paths
 
 
-Walk = FinishedWalk | StepwiseWalk
+Walk = FinishedWalk | StepwiseWalk | CommittedWalk

@@ -49,12 +49,13 @@ def test_plain_round_launches_four_kernels_beside_the_model(cases):
     "drafter",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS[:-1]), DRAFTERS[-1]],
 )
-def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch, drafter):
+@pytest.mark.parametrize("engine", [False, True], ids=["call", "engine"])
+def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch, engine, drafter):
     """The replay is one launch; the others prepare it, draft, verify and commit the round.
 
     The host waits for a round only after it has launched the next one, and repeats the shapes of that round.
     It reads trees, and writes them, only in rounds that are not started ahead: the first ones, and after a
-    row has ended.
+    row has ended or joined.
     """
     original, calls = count_round.Counting.report, {}
 
@@ -64,13 +65,15 @@ def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch, drafte
         original(self, call)
 
     monkeypatch.setattr(count_round.Counting, "report", report)
-    found = count_round.run([count_round.bundled_world()], [drafter], graphs=True, new_tokens=44)
+    world, options = count_round.bundled_world(), dict(graphs=True, engine=engine)
+    found = count_round.run([world], [drafter], new_tokens=44, **options)
     for case in found:
         row, sites = case.row(), case.sites(LAUNCH)
         assert not [site for site in sites if site.startswith("transformers/")]
         # The goal is at most 30 beside the replay.
-        assert row["median"][LAUNCH] <= 31 and row["most"][LAUNCH] <= 35, (row, sites)
-        assert row["median"][FROM_HOST] == 0 and row["most"][FROM_HOST] <= 2
+        assert row["median"][LAUNCH] <= (33 if engine else 31), (row, sites)
+        assert row["most"][LAUNCH] <= (40 if engine else 35), (row, sites)
+        assert row["median"][FROM_HOST] == 0 and row["most"][FROM_HOST] <= (10 if engine else 2)
         assert row["median"][TO_HOST] == 1, row["places"][TO_HOST]
         assert row["median"][count_round.NEW_SHAPE] == 0, row["places"][count_round.NEW_SHAPE]
         launches = waits = behind = 0

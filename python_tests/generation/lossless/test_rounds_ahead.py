@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.checks.lossless import NEW_TOKENS, counters, generate, late_ends, plain_text
-from helpers.drafters.every_drafter import DRAFTERS
-from helpers.drafters.head_cases import head_of
+from helpers.drafters.every_drafter import AHEAD
 from helpers.models.tiny import (
     BATCHES,
     VOCAB,
@@ -19,24 +18,12 @@ from helpers.texts.stopping_cases import letters_tokenizer, text_of
 from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria
 
 import specdec_ext
-from specdec_ext import CombinedDrafter, HeadDrafter, NgramDrafter, TreeConfig
+from specdec_ext import NgramDrafter
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.slots import target as target_module
 from specdec_ext.models.slots.runner import PassRunner
 from specdec_ext.verify.sampler import Sampler
 
-# Drafters that can draft after a round which the host has not read.
-AHEAD = {
-    "none": lambda: None,
-    "ngram": DRAFTERS["ngram"],
-    "ngram tree": lambda: NgramDrafter(min_ngram=1, num_branches=3),
-    "head": DRAFTERS["head"],
-    "head tree": lambda: HeadDrafter(head_of("eagle3"), TreeConfig(3, top_k=3, num_nodes=8)),
-    "p-eagle": DRAFTERS["p-eagle"],
-    "combined": lambda: CombinedDrafter(
-        NgramDrafter(min_ngram=1), HeadDrafter(head_of("eagle3")), 2, max_nodes=10
-    ),
-}
 every_drafter = pytest.mark.parametrize("name", AHEAD)
 every_batch = pytest.mark.parametrize("batch", ["one", "five-ragged"])
 
@@ -248,9 +235,12 @@ def test_controller_decides_for_rounds_ahead(name, decoding, events):
     assert stats.emitted_tokens == 5 * (NEW_TOKENS - 1)
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["together", "one after another"])
 @every_drafter
-def test_void_round_is_repeated_without_drafts(name, events, monkeypatch):
+def test_void_round_is_repeated_without_drafts(name, ends, events, monkeypatch):
     """Drafts spoil every fourth pass with drafts; a round that was started after it is void or correct."""
+    kwargs = late_ends("five-ragged", "greedy") if ends else {}
+    expected = generate(None, "five-ragged", "greedy", **kwargs).sequences
     original, passes = PassRunner.score, []
 
     def score(self, tree, rows):
@@ -262,8 +252,9 @@ def test_void_round_is_repeated_without_drafts(name, events, monkeypatch):
         return output
 
     monkeypatch.setattr(PassRunner, "score", score)
-    output = generate(AHEAD[name](), "five-ragged", "greedy", graphs=True, speculation="fixed")
-    assert torch.equal(output.sequences, plain_text("five-ragged", "greedy"))
+    kwargs |= dict(graphs=True, speculation="fixed")
+    output = generate(AHEAD[name](), "five-ragged", "greedy", **kwargs)
+    assert torch.equal(output.sequences, expected)
     assert (output.speculation_stats.reruns > 1) == (name != "none")
 
 

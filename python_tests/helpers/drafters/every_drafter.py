@@ -46,3 +46,15 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "p-eagle": lambda: HeadDrafter(head_of("p-eagle")),
     **({"mtp": lambda: MtpDrafter(llama_heads())} if MtpModel is not None else {}),
 }
+# Drafters that can draft after a round which the host has not read.
+AHEAD: dict[str, Callable[[], Drafter | None]] = {
+    "none": DRAFTERS["none"],
+    "ngram": DRAFTERS["ngram"],
+    "ngram tree": lambda: NgramDrafter(min_ngram=1, num_branches=3),
+    "head": DRAFTERS["head"],
+    "head tree": lambda: HeadDrafter(head_of("eagle3"), TreeConfig(3, top_k=3, num_nodes=8)),
+    "p-eagle": DRAFTERS["p-eagle"],
+    "combined": lambda: CombinedDrafter(
+        NgramDrafter(min_ngram=1), HeadDrafter(head_of("eagle3")), 2, max_nodes=10
+    ),
+}

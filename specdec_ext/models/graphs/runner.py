@@ -44,7 +44,8 @@ class GraphRunner:
 
     Attributes:
         reason: a clause that says why passes of this call are not recorded; "" if they are.
-        least_nodes: a tree with drafts is filled up to at least this number of nodes.
+        least_nodes: a tree with drafts is filled up to at least this number of nodes, that of the shape which
+            was asked for last.
 
     Raises:
         ValueError: recordings are required, but impossible for this model or call.
@@ -130,7 +131,7 @@ class GraphRunner:
         arena, nodes = self._arena, _filled(num_nodes)
         if self.reason or arena is None or nodes is None:
             return False
-        self.least_nodes = max(self.least_nodes, nodes)
+        self.least_nodes = nodes if nodes > 1 else self.least_nodes
         has_room = stop - num_nodes + nodes <= arena.slots and arena.lends_to(self._layers)
         return has_room and self._key(rows, nodes, invariant_rows) in arena.passes
 

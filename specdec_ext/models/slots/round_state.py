@@ -1,20 +1,21 @@
 """``RoundState``: what a round reads and changes about its rows, on the device.
 
-All tensors stay where they are during a call. The op ``round_commit`` changes them at the end of a round, so
-the next round needs no number from the host. The host reads one entry of results, and may do so after it has
-started the next round.
+All tensors stay where they are during a call, and while an engine runs. The op ``round_commit`` changes them
+at the end of a round, so the next round needs no number from the host. The host reads one entry of results,
+and may do so after it has started the next round. It writes when rounds begin, and when rows join or change
+places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, RoundTexts
 from specdec_ext.models.passes.row_numbers import RowNumbers
 from specdec_ext.ops import MatchResult, RoundEntry, RoundNumbers
 from specdec_ext.transfer import Arriving
@@ -50,41 +51,49 @@ class RoundState:
     clock: Tensor
     new_features: Tensor | None = None
     rounds: int = 0
+    _eos: list[int] = field(default_factory=list)  # on the host
 
     @classmethod
-    def begin(
-        cls, rows: Tensor, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
-    ) -> RoundState:
-        """The state after the prompt.
+    def empty(cls, rows: int, columns: int, device: torch.device) -> RoundState:
+        """A state with room for so many rows and columns of text, in which no round has begun."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros(len(RoundNumbers._fields), rows),
+            zeros(rows, columns),
+            zeros(0),
+            zeros(rows, ops.MAX_NODES),
+            zeros(ENTRIES, RoundEntry.size(rows, ops.MAX_NODES)),
+            zeros(2, dtype=torch.int32),
+        )
+
+    def has_room(self, rows: int, columns: int) -> bool:
+        return rows <= len(self.text) and columns <= self.text.shape[1]
+
+    def begin(self, layout: Tensor, ends: Tensor, texts: RoundTexts) -> None:
+        """Go on from what the host knows, after the prompt or after rows have joined.
 
         Args:
-            rows: ``[5, rows]`` int64, the ``RowNumbers`` of the rows.
-            text: ``[rows, at least max(lengths)]`` int64.
-            lengths: the length of each row's text, its first emitted token included.
-            limit: the length of the text at which every row ends.
-            eos: end-of-sequence ids.
+            layout: ``[5, rows]`` int64, the ``RowNumbers`` of the active rows.
+            ends: ``[2, rows]`` int64, the lengths and limits of ``texts``.
+            texts: the text of these rows.
         """
-        device, batch = text.device, len(text)
-        columns = torch.tensor(lengths, device=device)
-        room = text.new_zeros(batch, max(limit, text.shape[1]))
-        room[:, : text.shape[1]] = text
-        layout = RowNumbers(*rows)
+        active, (lengths, limits) = len(texts.lengths), ends
+        if texts.eos != self._eos:
+            self._eos = texts.eos
+            self.eos = torch.tensor(texts.eos, dtype=torch.long, device=self.text.device)
+        self.text[active - len(texts.new) : active, : texts.new.shape[1]] = texts.new
         numbers = RoundNumbers(
-            **layout._asdict(),
-            roots=room.gather(1, columns[:, None] - 1)[:, 0],
-            root_parents=torch.full_like(columns, ROOT_PARENT),
-            text_lengths=columns,
-            limits=torch.full_like(columns, limit),
-            counts=torch.ones_like(columns),
+            **RowNumbers(*layout)._asdict(),
+            roots=self.text[:active].gather(1, lengths[:, None] - 1)[:, 0],
+            root_parents=torch.full_like(lengths, ROOT_PARENT),
+            text_lengths=lengths,
+            limits=limits,
+            counts=torch.ones_like(lengths),
         )
-        return cls(
-            torch.stack(numbers),
-            room,
-            torch.tensor(eos, dtype=torch.long, device=device),
-            text.new_zeros(batch, ops.MAX_NODES),
-            text.new_zeros(ENTRIES, RoundEntry.size(batch, ops.MAX_NODES)),
-            torch.zeros(2, dtype=torch.int32, device=device),
-        )
+        self.numbers[:, :active] = torch.stack(numbers)
 
     def of_rows(self, active: int) -> RoundNumbers:
         """Views of the numbers of the first ``active`` rows."""

@@ -16,6 +16,7 @@ from specdec_ext.models.base import (
     CommittedKeys,
     CommittedRound,
     HostPaths,
+    RoundTexts,
     Target,
     TargetOutput,
 )
@@ -98,7 +99,8 @@ class SlotTarget(Target):
             self._replay = Replay(self.runner, self._slots, draftable=not recorded)
         self._scored: DraftTree | None = None  # the tree of a pass that commit has not settled yet
         self._features: Sequence[Tensor] = ()  # the auxiliary hidden states of that pass
-        self._state: RoundState | None = None
+        self._state: RoundState | None = None  # while rounds are committed on the device
+        self._idle_state: RoundState | None = None  # while the host commits them
 
     @property
     def draft_room(self) -> list[int]:
@@ -242,17 +244,26 @@ class SlotTarget(Target):
         """Zero what rejected tokens have left behind the ends of rows; masked layers may read NaN there."""
         self._slots.clear(self._rows.ends)
 
-    def begin_rounds(
-        self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
-    ) -> bool:
-        graphs, rows = self.runner.graphs, len(text)
+    @property
+    def commits_rounds(self) -> bool:
+        graphs, device = self.runner.graphs, self.staging.device
         if graphs is None or graphs.reason:
             return False
-        if any(each.device != text.device for each in self._slots.buffers(rows)):
-            return False
-        self._state = RoundState.begin(self._rows.packed_numbers, text, lengths, limit, eos)
-        self._rows.move_ends(self._rows.ends, self._state.layout_of_rows(rows))
-        return True
+        return all(each.device == device for each in self._slots.buffers(1))
+
+    def begin_rounds(self, texts: RoundTexts) -> None:
+        state = self._state or self._idle_state
+        if state is None or not state.has_room(*texts.room):
+            assert len(texts.new) == len(texts.lengths)  # a new state knows no text
+            state = RoundState.empty(*texts.room, self.staging.device)
+        self._state, self._idle_state = state, None
+        ends = self.staging.stage([texts.lengths, texts.limits])
+        state.begin(self._rows.packed_numbers, ends.tensor, texts)
+        self._rows.move_ends(self._rows.ends, state.layout_of_rows(len(texts.lengths)))
+
+    def end_rounds(self) -> None:
+        self._state, self._idle_state = None, self._state
+        self._move_ends(self._rows.ends)
 
     def commit_round(self, verdict: MatchResult) -> CommittedRound:
         tree, self._scored = self._scored, None
