@@ -180,7 +180,10 @@ class Prefill:
                     (prompt.last < begin)[:, None, None], logits, output.logits
                 )
             logits = output.logits
-            states.append(output.aux_hidden_states)
+            if states or end < prompt.valid.shape[1]:
+                # Copies, because the states of all layers of a direct pass are one tensor.
+                states.append([state.clone() for state in output.aux_hidden_states])
+                output.aux_hidden_states = ()
             if end < prompt.valid.shape[1]:
                 yield None
         columns = prompt.valid.shape[1]
@@ -189,7 +192,7 @@ class Prefill:
                 f"{self._name} did not write the prompt to its cache, so drafts can't be verified; use "
                 "model.generate"
             )
-        if len(states) > 1:
+        if states:
             output.aux_hidden_states = tuple(
                 torch.cat(chunks, dim=1) for chunks in zip(*states, strict=True)
             )

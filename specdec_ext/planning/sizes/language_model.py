@@ -2,14 +2,15 @@
 
 The model is built on the meta device, where tensors have shapes but no data. Its parameters are counted, and
 its passes are run to see what they write to the cache and what they need besides. So every architecture that
-transformers knows is planned by its own code, not by formulas.
+transformers knows is planned by its own code, not by formulas. Only the op that runs the layers of known
+families on the CPU tells what it needs.
 """
 
 from __future__ import annotations
 
 import inspect
 from copy import deepcopy
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -20,6 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from specdec_ext.models import Support, supports
 from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.compat import cache_argument
+from specdec_ext.models.passes.direct.direct_pass import DirectPass
+from specdec_ext.models.passes.direct.reading import read_direct_pass
+from specdec_ext.models.slots.prefill import DIRECT_COLUMNS
 from specdec_ext.planning.sizes.configs import ConfigFile
 from specdec_ext.planning.sizes.formats import OwnFormat, WeightFormat, weight_format
 from specdec_ext.planning.sizes.live_bytes import LiveBytes
@@ -76,6 +80,7 @@ class LanguageModel:
         dtype: dtype of weights and activations.
         quantised: format of its matrices; None if they are in ``dtype``.
         source: its name in messages.
+        device: "cpu" or "cuda".
 
     Attributes:
         parameters: number of parameters, before they are quantised.
@@ -91,8 +96,10 @@ class LanguageModel:
         dtype: torch.dtype,
         quantised: WeightFormat | OwnFormat | None = None,
         source: str = "the model",
+        device: str = "cuda",
     ):
         self.source, self.dtype, self.quantised = source, dtype, quantised
+        self._device = device
         self._config = config
         self._model = _on_meta(config, dtype, source)
         self.parameters = sum(each.numel() for each in self._model.parameters())
@@ -134,7 +141,7 @@ class LanguageModel:
             recorded = getattr(config.get_text_config(decoder=True), "dtype", None)
             dtype = recorded if isinstance(recorded, torch.dtype) else USUAL_DTYPE
         quantised = weight_format(quantisation, file.values, file.source, device)
-        return cls(config, dtype, quantised, file.source)
+        return cls(config, dtype, quantised, file.source, device)
 
     @property
     def vocab_size(self) -> int:
@@ -183,8 +190,22 @@ class LanguageModel:
         is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
         return found.bits if is_matrix and not isinstance(module, nn.Embedding) else None
 
+    @cached_property
+    def _direct(self) -> DirectPass | None:
+        """How the CPU runs the layers of known families; None for others."""
+        return read_direct_pass(self._model) if self._device == "cpu" else None
+
     def _run(self, rows: int, tokens: int, whole: bool = False) -> PassBytes:
-        """Run a pass from an empty cache; results are kept.
+        """Passes over ``tokens`` tokens of each row, from an empty cache; results are kept."""
+        passed = self._by_modules(rows, tokens, whole)
+        if self._direct is None:
+            return passed
+        # The first prompt is read in both ways, directly in parts.
+        work = self._direct.work_bytes(rows * min(tokens, DIRECT_COLUMNS))
+        return replace(passed, work=max(passed.work, work))
+
+    def _by_modules(self, rows: int, tokens: int, whole: bool = False) -> PassBytes:
+        """Run a pass from an empty cache.
 
         Args:
             rows: number of rows.
@@ -221,7 +242,7 @@ class LanguageModel:
     def _scaled(self, rows: int, tokens: int, whole: bool) -> PassBytes:
         """A pass in bfloat16, scaled: the meta device knows the products of experts only in that type."""
         scale = self.dtype.itemsize / USUAL_DTYPE.itemsize
-        other = LanguageModel(self._config, USUAL_DTYPE, self.quantised, self.source)
+        other = LanguageModel(self._config, USUAL_DTYPE, self.quantised, self.source, self._device)
         return PassBytes(*(round(scale * each) for each in astuple(other.run(rows, tokens, whole))))
 
     def slots(self, rows: int, slots: int) -> int:

@@ -156,6 +156,27 @@ class DirectPass:
             logits = torch.tanh(logits / self.logits_cap) * self.logits_cap
         return logits, (hidden, states, output)
 
+    def work_bytes(self, count: int) -> int:
+        """Bytes that a pass needs beside its logits: the states of all layers, and the buffers of the op.
+
+        Args:
+            count: number of rows times columns or nodes.
+        """
+        outs = dict.fromkeys(("key", "up"), 0)
+        for name, weight in zip(
+            self.form.tensors, self.weights, strict=False
+        ):  # of the first layer
+            is_transposed = self.form.transposed and weight.is_floating_point()
+            if weight.ndim == 2:
+                outs[name] = weight.shape[1 if is_transposed else 0]
+        keys, hidden = 2 * self.kv_heads * self.head_dim, self.embedding.shape[1]
+        queries = outs["query"] if outs["key"] else outs["query"] - keys
+        inner = outs["up"] or outs["gate"] // 2
+        # The buffers of csrc/cpu/decoder_layers.cpp, between the embeddings, the states and the output.
+        widths = [hidden, hidden, max(queries + keys, 2 * inner), max(queries, inner), queries]
+        kept = hidden * (len(self.windows) + 2 + self.form.parallel)
+        return count * (sum(widths) + kept) * self.embedding.element_size()
+
 
 def usable(model: PreTrainedModel, direct: DirectPass | None) -> DirectPass | None:
     """Return the direct pass of a model; None if something outside of the model rules it out now."""

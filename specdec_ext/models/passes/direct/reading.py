@@ -123,7 +123,10 @@ def _described(
     tensors = [tensor for tensor in given if tensor is not None and tensor.numel()]
     tables, rotations = _rotations(decoder, attentions, family)
     if not (
-        all(tensor.dtype == embedding.dtype and tensor.is_cpu for tensor in tensors)
+        embedding.device.type in ("cpu", "meta")  # a model on the meta device is only planned
+        and all(
+            each.dtype == embedding.dtype and each.device == embedding.device for each in tensors
+        )
         and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
         and all(tensor.is_contiguous() for tensor in tensors)
         and all(each.levels is codes[0].levels for each in codes)
