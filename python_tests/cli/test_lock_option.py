@@ -62,7 +62,7 @@ def test_another_head_is_refused_by_file(lock, other_head):
 def test_a_file_that_is_no_lock_is_refused_before_a_model_is_loaded(tmp_path):
     (tmp_path / "pair.lock").write_text("{}")
     result = run("serve", "no/such-model", "--lock", tmp_path / "pair.lock", columns=400)
-    assert result.exit_code == 2 and "pair_lock is None; expected 1" in words(result.output)
+    assert result.exit_code == 2 and "pair_lock is None; expected 2" in words(result.output)
 
 
 def test_inspect_compares_files(lock, other_head):

@@ -84,6 +84,7 @@ class WorldTarget:
     """A target whose passes take the world's time; it has no cache and its logits are never read."""
 
     vocab_size, offset, start = VOCAB, 0, 0
+    commits_rounds = False
     support = Support(chain=True, tree=True, batch=True, rollback="compact")
 
     def __init__(self, world):

@@ -38,8 +38,7 @@ class CallLoop(DecodingLoop):
             call.recorder.prompt(output)
             self._verify(Round(tree, output), is_latest=True)
         self._begin_rounds()
-        if call.sampler.needs_draft_probs:
-            self._may_run_ahead = False
+        self._may_run_ahead = self._may_run_ahead and not call.sampler.needs_draft_probs
         if drafter is not None:
             drafter.start(context, target.model, output)
         if policy is not None:

@@ -555,20 +555,22 @@ class Sampler:
             ``emitted``, ``drafted`` and ``ended`` of :class:`Accepted`.
         """
         rows = context.rows
-        blocks = [
-            walk.whole(i) if going is None or row in going else ([], 0)
-            for i, row in enumerate(rows)
-        ]
         if not stop.is_known:
-            alive = [i for i, (tokens, _) in enumerate(blocks) if tokens]
+            alive = [
+                i
+                for i, row in enumerate(rows)
+                if (going is None or row in going) and walk.whole(i)[0]
+            ]
             return self._follow(walk, alive, context, stop)
         emitted, drafted, ended = [], [], []
-        for row, (tokens, count) in zip(rows, blocks, strict=True):
+        for i, row in enumerate(rows):
+            tokens, count = walk.whole(i) if going is None or row in going else ([], 0)
             end = stop.end_of(tokens, context.columns(row))
-            emitted.append(tokens[:end])
-            drafted.append(max(0, min(count, len(emitted[-1]))))
+            tokens = tokens[:end]
+            emitted.append(tokens)
+            drafted.append(min(count, len(tokens)))
             ended.append(end is not None)
-            context.extend(row, emitted[-1])
+            context.extend(row, tokens)
         return emitted, drafted, ended
 
     def _follow(

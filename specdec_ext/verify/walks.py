@@ -145,7 +145,8 @@ class CommittedWalk:
 
     def whole(self, i: int) -> tuple[list[int], int]:
         """The tokens of row ``i``, none if it had ended, and how many nodes of the draft were accepted."""
-        return self.on_host.tokens[i][: self.on_host.counts[i]], self.on_host.num_accepted[i]
+        entry = self.on_host
+        return entry.tokens[i][: entry.counts[i]], max(0, entry.num_accepted[i])
 
     def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
         paths = self.on_host.paths
