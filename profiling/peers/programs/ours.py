@@ -23,7 +23,7 @@ class Ours(HuggingFace):
         "int4": Format("int4", 0.5 + 2 / 32),
     }
     ways: ClassVar = dict.fromkeys(DRAFTERS, True)
-    computes_in: ClassVar = {"int8": "float32", "int4": "float32"}
+    computes_in: ClassVar = {"int8": "bfloat16", "int4": "bfloat16"}
 
     def __init__(self, files: Path, format: str, way: str, threads: int):
         super().__init__(files, format, way, threads)
