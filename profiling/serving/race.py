@@ -11,6 +11,7 @@ llama-cpp-python[server]; this environment then needs the package gguf.
 from __future__ import annotations
 
 import tempfile
+from argparse import Namespace
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,6 +52,9 @@ def main() -> None:
     parser = table_parser(__doc__, repeats=5, unit="repetitions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each completion")
+    parser.add_argument(
+        "--requests", type=int, default=2, help="requests of each stream; 4 in all at least"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--llama", type=Path, help="Python with llama-cpp-python[server]")
     parser.add_argument("--only", nargs="+", help="names of servers; default: all")
@@ -70,21 +74,19 @@ def main() -> None:
             name: stack.enter_context(running(each, threads, Path(place) / f"{number}.log"))
             for number, (name, each) in enumerate(found.items())
         }
-        rows = measure(found, urls, arguments.streams, arguments.tokens, arguments.repeats)
+        rows = measure(found, urls, arguments)
     machine = machine_line(torch.device("cpu"), arguments.dtype)
-    settings = {"tokens of a completion": arguments.tokens, "repetitions": arguments.repeats}
+    settings = {
+        "tokens of a completion": arguments.tokens,
+        "requests of a stream": arguments.requests,
+        "repetitions": arguments.repeats,
+    }
     Results(
         "Servers side by side", machine, COLUMNS, ("streams", "server"), rows, settings, NOTES
     ).publish(arguments.out, arguments.add)
 
 
-def measure(
-    found: dict[str, Contestant],
-    urls: dict[str, str],
-    streams: list[int],
-    tokens: int,
-    repeats: int,
-) -> list[Row]:
+def measure(found: dict[str, Contestant], urls: dict[str, str], arguments: Namespace) -> list[Row]:
     """A row for each number of streams and each server. The first repetition only warms up."""
     texts = prompts()
     tokenizer = assets.load_tokenizer()
@@ -97,12 +99,12 @@ def measure(
             counts[text] = len(tokenizer(text, add_special_tokens=False).input_ids)
         return counts[text]
 
-    for repetition in range(repeats + 1):
-        for number in streams:
+    for repetition in range(arguments.repeats + 1):
+        for number in arguments.streams:
             # The same prompts for all servers.
-            chosen = [next(texts) for _ in range(max(4, 2 * number))]
+            chosen = [next(texts) for _ in range(max(4, arguments.requests * number))]
             for name, url in urls.items():
-                fields: dict[str, Any] = {"max_tokens": tokens, "temperature": 0}
+                fields: dict[str, Any] = {"max_tokens": arguments.tokens, "temperature": 0}
                 bodies = [{**found[name].body, **fields, "prompt": each} for each in chosen]
                 these, seconds = run_load(url, bodies, number)
                 if repetition:
