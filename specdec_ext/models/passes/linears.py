@@ -30,9 +30,6 @@ from specdec_ext.models.patching.forwards import is_compiled, own_forward_replac
 from specdec_ext.models.quantised.sources import weight_of
 from specdec_ext.ops.quantise import QuantisedWeight
 
-# Where the op can take weights; those on the meta device belong to a model that is only planned.
-_PLACES = ("cpu", "meta")
-
 # In the current pass of this thread, the modules that sum in the order for few rows; None for all.
 _few_rows: ContextVar[Collection[nn.Module] | None] = ContextVar("specdec_few_rows", default=None)
 
@@ -90,19 +87,23 @@ def row_invariant(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def is_readable(module: nn.Module) -> bool:
-    """Whether the op can take the weight and the bias of this linear layer."""
+def is_readable(module: nn.Module, device: str = "cpu") -> bool:
+    """Whether the op can take the weight and the bias of this linear layer.
+
+    Args:
+        device: where they have to be; "meta" for a model that is only planned.
+    """
     weight, bias = matrix_of(module)
     if isinstance(weight, QuantisedWeight):
         kept = (torch.float32, torch.bfloat16)
-        return weight.codes.device.type in _PLACES and (
+        return weight.codes.device.type == device and (
             bias is None
-            or (bias.dtype in kept and bias.device.type in _PLACES and bias.is_contiguous())
+            or (bias.dtype in kept and bias.device.type == device and bias.is_contiguous())
         )
     return (
         weight is not None
         and weight.layout == torch.strided
-        and weight.device.type in _PLACES
+        and weight.device.type == device
         and weight.dtype in (torch.float32, torch.bfloat16)
         and weight.stride(0 if type(module) is Conv1D else 1) == 1
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))

@@ -78,6 +78,7 @@ def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
     idle += [getattr(decoder, name) for name in family.idle_in_decoder]
     matrices = _matrices(layers, family)
     kind = Conv1D if "Conv1D" in family.classes else nn.Linear
+    device = model.device.type
     return (
         _children(model) == {model.base_model_prefix, "lm_head"}
         and _children(decoder) == in_decoder | family.idle_in_decoder
@@ -89,7 +90,7 @@ def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
             for each in embeddings
         )
         and all(type(module) is nn.Dropout for module in idle)
-        and all(map(is_readable, (model.lm_head, *matrices)))
+        and all(is_readable(each, device) for each in (model.lm_head, *matrices))
         and all(type(each) is kind for each in _uncoded(matrices))
         and (
             "RMSNorm" in family.classes
