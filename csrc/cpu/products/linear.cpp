@@ -27,8 +27,7 @@ FloatType packed_type(const LinearParams& params) {
 // The steps of a packed row: a whole number of blocks, if the weights are codes.
 int64_t num_steps(const LinearParams& params) {
   if (product_kind(params) == ProductKind::kIntegerCodes) {
-    const int64_t units = (params.in_features + kIntegerInputs - 1) / kIntegerInputs;
-    return std::max<int64_t>(1, units) * sizeof(IntegerInputs) / kStepBytes;
+    return num_integer_units(params.in_features) * sizeof(IntegerInputs) / kStepBytes;
   }
   const bool has_codes = product_kind(params) == ProductKind::kFloatCodes;
   const int64_t bytes = params.in_features * element_size(packed_type(params));

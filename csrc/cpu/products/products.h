@@ -44,6 +44,11 @@ struct alignas(kStepBytes) IntegerInputs {
   float scales[kLanes];  // 2^(e - 15) of a lane's 64 inputs, or NaN
 };
 
+// Number of IntegerInputs of a packed row.
+inline int64_t num_integer_units(int64_t ins) {
+  return std::max<int64_t>(1, (ins + kIntegerInputs - 1) / kIntegerInputs);
+}
+
 // Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
 // [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
 // Integers are [blocks of block_rows rows][units][rows of the block] of IntegerInputs.

@@ -35,7 +35,7 @@ class IntegersKernel {
   SPECDEC_LINEAR_TARGET static void pack(const LinearParams& params, int64_t first_row,
                                          int64_t rows, int64_t block_rows, std::byte* packed) {
     IntegerInputs* units = reinterpret_cast<IntegerInputs*>(packed);
-    const int64_t ins = params.in_features, count = num_units(ins);
+    const int64_t ins = params.in_features, count = num_integer_units(ins);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t first = r / block_rows * block_rows;
       const int64_t stride = std::min(block_rows, rows - first);
@@ -73,10 +73,6 @@ class IntegersKernel {
   static constexpr int kParts = F::kParts;
   static constexpr int64_t kShared = 64;  // inputs with one exponent
   static constexpr int64_t kFilled = 8;   // numbers of a table that are written at a time
-
-  static int64_t num_units(int64_t ins) {
-    return std::max<int64_t>(1, (ins + kIntegerInputs - 1) / kIntegerInputs);
-  }
 
   // Packs 64 inputs as the first or second half of a unit.
   SPECDEC_LINEAR_INLINE static void pack_shared(const Stored* inputs, int64_t half,
@@ -182,7 +178,7 @@ class IntegersKernel {
     constexpr int64_t kUnitBytes = kIntegerInputs * Own::kBits / 8;
     constexpr int64_t kPartIns = kIntegerInputs / kParts, kPartBytes = kUnitBytes / kParts;
     const LinearParams& params = pass.params;
-    const int64_t ins = params.in_features, units = num_units(ins);
+    const int64_t ins = params.in_features, units = num_integer_units(ins);
     const IntegerInputs* inputs = reinterpret_cast<const IntegerInputs*>(pass.inputs) + row * units;
     const uint8_t* rows[kOuts];
     SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, out + i);

@@ -162,10 +162,9 @@ class DirectPass:
         Args:
             count: number of rows times columns or nodes.
         """
-        outs = dict.fromkeys(("key", "up"), 0)
-        for name, weight in zip(
-            self.form.tensors, self.weights, strict=False
-        ):  # of the first layer
+        first_layer = self.weights[: len(self.form.tensors)]
+        outs = {"key": 0, "up": 0}
+        for name, weight in zip(self.form.tensors, first_layer, strict=True):
             is_transposed = self.form.transposed and weight.is_floating_point()
             if weight.ndim == 2:
                 outs[name] = weight.shape[1 if is_transposed else 0]
