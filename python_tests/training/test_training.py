@@ -23,6 +23,7 @@ from helpers.texts.training_cases import example, greedy_examples, random_exampl
 import specdec_ext
 from specdec_ext import assets
 from specdec_ext.heads.checkpoints import check_pair
+from specdec_ext.training import trainer
 from specdec_ext.training.data.batches import Example, OnlineFeatures
 from specdec_ext.training.data.mixture import mixed
 from specdec_ext.training.evaluation import HeldOut, _walk, evaluate, sampled_texts
@@ -190,6 +191,25 @@ def test_old_texts_are_evaluated_beside_the_new_ones(tmp_path):
     assert [p.step for p in history if p.old_evaluation is not None] == [3, 6]
     assert history[-1].old_evaluation == evaluate(objective, features, teacher, held_out.old, 2)
     assert history[-1].evaluation == evaluate(objective, features, teacher, held_out.texts, 2)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_matrix_products_are_in_bfloat16_only_where_that_is_fast(
+    asked, is_fast, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trainer, "has_fast_bfloat16", lambda device: is_fast)
+    found = []
+    forward = EagleObjective.forward
+
+    def recorded(self, *arguments):
+        found.append(torch.is_autocast_enabled("cpu"))
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(EagleObjective, "forward", recorded)
+    config = dataclasses.replace(QUICK, updates=2, mixed_precision=asked)
+    run(tmp_path, config, random_examples(4, 12))
+    assert found == [asked and is_fast] * 2
 
 
 def test_walk_continues_behind_accepted_drafts():
