@@ -4,7 +4,8 @@
 
 All servers have the bundled model, and ours its draft head. They run at once, and each has its turn at each
 number of streams in every repetition, so that other work on the machine slows all of them alike. A stream
-requests one greedy completion after another. llama.cpp takes part if PYTHON has the package
+requests one greedy completion after another. Their lengths differ, so that streams do not all end, and begin
+to read a prompt, in the same step. llama.cpp takes part if PYTHON has the package
 llama-cpp-python[server]; this environment then needs the package gguf.
 """
 
@@ -14,6 +15,7 @@ import tempfile
 from argparse import Namespace
 from collections import defaultdict
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +43,8 @@ COLUMNS: Columns = {
     "p99 of gaps": "{gap_p99:.1f}",
     "equal texts": "{equal:.0%}",
 }
+# Length of one completion after another, as a share of ``--tokens``.
+LENGTHS = (1.0, 0.5, 1.25, 0.75, 1.5)
 NOTES = [
     "Tokens per second of all streams together: median, least and most of the repetitions. Time to the first",
     "token. Time per token: the gap before a piece of text, divided by its tokens. Gap: what a reader waits",
@@ -51,7 +55,7 @@ NOTES = [
 def main() -> None:
     parser = table_parser(__doc__, repeats=5, unit="repetitions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each completion")
+    parser.add_argument("--tokens", type=int, default=128, help="mean new tokens of a completion")
     parser.add_argument(
         "--requests", type=int, default=2, help="requests of each stream; 4 in all at least"
     )
@@ -77,7 +81,7 @@ def main() -> None:
         rows = measure(found, urls, arguments)
     machine = machine_line(torch.device("cpu"), arguments.dtype)
     settings = {
-        "tokens of a completion": arguments.tokens,
+        "mean tokens of a completion": arguments.tokens,
         "requests of a stream": arguments.requests,
         "repetitions": arguments.repeats,
     }
@@ -104,8 +108,11 @@ def measure(found: dict[str, Contestant], urls: dict[str, str], arguments: Names
             # The same prompts for all servers.
             chosen = [next(texts) for _ in range(max(4, arguments.requests * number))]
             for name, url in urls.items():
-                fields: dict[str, Any] = {"max_tokens": arguments.tokens, "temperature": 0}
-                bodies = [{**found[name].body, **fields, "prompt": each} for each in chosen]
+                fields: dict[str, Any] = {**found[name].body, "temperature": 0}
+                bodies = [
+                    {**fields, "max_tokens": round(share * arguments.tokens), "prompt": each}
+                    for share, each in zip(cycle(LENGTHS), chosen, strict=False)
+                ]
                 these, seconds = run_load(url, bodies, number)
                 if repetition:
                     replies[number, name] += these
