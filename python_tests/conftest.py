@@ -138,6 +138,24 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     memory._memories.clear()
 
 
+@pytest.fixture
+def by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run models by their own modules, as recorded passes do; the direct pass rounds in another order."""
+    from specdec_ext.models.slots import target
+
+    monkeypatch.setattr(target, "usable", lambda model, direct: None)
+
+
+@pytest.fixture
+def fresh_arena() -> None:
+    """Forget the recorded passes of the tiny Llama."""
+    from helpers.models.tiny import tiny_model
+
+    import specdec_ext
+
+    specdec_ext.free_graphs(tiny_model("llama"))
+
+
 @pytest.fixture(params=[*emulation.PARAMS, *DEVICES])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device of the ops under test; the emulated kernels take CPU tensors."""

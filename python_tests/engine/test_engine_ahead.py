@@ -22,10 +22,10 @@ from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.models.factory import make_target
 from specdec_ext.models.graphs.arena import Arena
 from specdec_ext.models.slots import SlotTarget
-from specdec_ext.models.slots import target as target_module
 from specdec_ext.models.slots.round_state import RoundState
 from specdec_ext.models.slots.runner import PassRunner
 
+pytestmark = pytest.mark.usefixtures("fresh_arena", "by_modules")
 every_drafter = pytest.mark.parametrize("name", AHEAD)
 # Drafters that wait for the host.
 IN_TURN = [
@@ -34,13 +34,6 @@ IN_TURN = [
     if name not in AHEAD and (drafter := make()) is not None and drafter.joinable
 ]
 PROMPT = [4, 5, 6] * 5
-
-
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch):
-    specdec_ext.free_graphs(tiny_model("llama"))
-    # The direct pass of a call without recordings rounds in another order than the modules.
-    monkeypatch.setattr(target_module, "usable", lambda model, direct: None)
 
 
 @pytest.fixture
@@ -344,11 +337,10 @@ def test_a_row_that_cant_join_ends_the_batch_and_the_engine_goes_on(name, monkey
         handles.append(decoder.submit(PROMPT, max_new_tokens=60))
         while decoder.loop._ahead is None:
             yield
-        monkeypatch.setattr(SlotTarget, "adopt", lambda *_, **__: 1 / 0)
-        handles.append(decoder.submit([7, 8, 9], max_new_tokens=20))
-        yield
-        monkeypatch.undo()
-        monkeypatch.setattr(target_module, "usable", lambda model, direct: None)
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotTarget, "adopt", lambda *_, **__: 1 / 0)
+            handles.append(decoder.submit([7, 8, 9], max_new_tokens=20))
+            yield
         handles.append(decoder.submit([7, 8, 9], max_new_tokens=20))
         while decoder.loop._ahead is None:
             yield

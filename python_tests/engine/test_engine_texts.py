@@ -42,8 +42,13 @@ def test_texts_with_every_drafter(name, dtype, monkeypatch):
     assert (stats.drafts > 0) == (name != "none")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3-window", "gpt2", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *(("qwen3", torch.bfloat16), ("gemma3-window", torch.float32)),
+        *(("gpt2", torch.bfloat16), ("deepseek_v32", torch.float32)),
+    ],
+)
 def test_texts_of_architectures(architecture, dtype):
     model = tiny_model(architecture, dtype=dtype)
     make = DRAFTERS["ngram"]

@@ -19,11 +19,10 @@ from transformers.masking_utils import (
 import specdec_ext
 from specdec_ext.models.passes import attention
 from specdec_ext.models.passes.masks import causal_window
-from specdec_ext.models.slots import target as slots
 
 
 @pytest.fixture
-def served(monkeypatch):
+def served(monkeypatch, by_modules):
     """The shapes of queries for which the op computes attention, with models run by their modules."""
     counter = []
     original = attention.TreeBlock.attend
@@ -33,7 +32,6 @@ def served(monkeypatch):
         return original(block, query, *rest)
 
     monkeypatch.setattr(attention.TreeBlock, "attend", attend)
-    monkeypatch.setattr(slots, "usable", lambda model, direct: None)
     return counter
 
 

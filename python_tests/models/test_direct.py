@@ -19,7 +19,7 @@ from helpers.models.tiny import (
 )
 from helpers.places import ROOT
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.models.llama import modeling_llama
 from transformers.pytorch_utils import Conv1D
 
@@ -33,7 +33,9 @@ from specdec_ext.models.passes.direct import direct_pass as direct
 from specdec_ext.models.passes.direct.families import FAMILIES
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
+from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.patching.forwards import replaced_forward
+from specdec_ext.models.slots.prefill import COMPARED_COLUMNS, DIRECT_COLUMNS
 
 DIRECT = {"llama", "qwen3", "mistral-window", "gemma2-window", "gemma3-window", *DECODERS}
 DIRECT |= {"gpt2", "gpt2-short"}
@@ -488,3 +490,127 @@ def test_nan_logits_do_not_disable_the_fused_pass(model, recwarn):
     assert not recwarn and not any(direct.is_agreed(model, kind) for kind in kinds)
     scored(model)
     assert all(direct.is_agreed(model, kind) for kind in kinds)
+
+
+def read(model, lengths, chunk=None):
+    """The logits of a prompt, read in passes of up to ``chunk`` columns."""
+    ids, mask = prompts(lengths)
+    target = make_target(model, max(lengths) + 1)
+    options = GenerationConfig(prefill_chunk_size=chunk)
+    mask = target.admit(ids, {"attention_mask": mask}, options)
+    return target.prefill(ids, mask).logits
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How the columns of prompts were read: "op" or "modules", and the number of columns of each pass."""
+    seen, op, by_modules = [], ops.decoder_layers, ModulePass.__call__
+
+    def fused(hidden, *arguments):
+        seen.append(("op", hidden.shape[1]))
+        return op(hidden, *arguments)
+
+    def called(self, *arguments, **inputs):
+        seen.append(("modules", inputs["input_ids"].shape[1]))
+        return by_modules(self, *arguments, **inputs)
+
+    monkeypatch.setattr(ops, "decoder_layers", fused)
+    monkeypatch.setattr(ModulePass, "__call__", called)
+    return seen
+
+
+def test_prompts_are_read_once_but_for_the_compared_columns(model, passes):
+    compared = [("modules", COMPARED_COLUMNS), ("op", COMPARED_COLUMNS)]
+    read(model, (9,))
+    assert passes == [("modules", 9), ("op", 9)]
+    passes.clear()
+    read(model, (100,))
+    assert passes == [("op", 100)]  # short prompts have no end of their own
+    for length in (2 * DIRECT_COLUMNS - 1, DIRECT_COLUMNS):  # the same power of two
+        passes.clear()
+        read(model, (length,))
+        between = length - DIRECT_COLUMNS - COMPARED_COLUMNS
+        last = [("op", between), *compared] if between > 0 else []
+        assert passes == [("op", DIRECT_COLUMNS), *last]
+    other = copy.deepcopy(model)
+    passes.clear()
+    read(other, (300,))
+    assert passes == [*compared, ("op", 300 - 2 * COMPARED_COLUMNS), *compared]
+
+
+@pytest.mark.parametrize("chunk", [None, 24, 1])
+@pytest.mark.parametrize("lengths", [(9,), (40, 3), (150,), (700, 60)], ids=str)
+def test_comparing_does_not_change_a_bit(model, lengths, chunk):
+    """The parts that modules read, too, are those of the op in the end."""
+    first, later = (read(model, lengths, chunk) for _ in range(2))
+    assert torch.equal(first, later) and direct_pass(model) is not None
+
+
+def wrong_window(arguments):
+    arguments[5] = [0 for _ in arguments[5]]
+
+
+def sees_padding(arguments):
+    arguments[7] = torch.zeros_like(arguments[7])
+    arguments[8] = torch.full_like(arguments[8], arguments[9])
+
+
+def forgets_the_first_token(arguments):
+    arguments[7], arguments[8] = arguments[7] + 1, arguments[8] - 1
+
+
+def wrong_later_passes(arguments):
+    if arguments[9] > 0:
+        forgets_the_first_token(arguments)
+
+
+def wrong_first_pass(arguments):
+    if arguments[9] == 0:
+        arguments[0] = arguments[0] * torch.linspace(0.5, 1.0, arguments[0].shape[1])[:, None]
+
+
+PLANTED = {
+    "window": (wrong_window, dict(kind="mistral", sliding_window=140), (300,), None),
+    "window-long": (wrong_window, dict(kind="mistral", sliding_window=600), (700,), None),
+    "window-short": (wrong_window, dict(kind="mistral", sliding_window=8), (20,), None),
+    "padding": (sees_padding, dict(kind="llama"), (20, 4), None),
+    "much-padding": (sees_padding, dict(kind="llama"), (100, 60), None),
+    "more-padding-than-a-pass": (sees_padding, dict(kind="llama"), (700, 100), None),
+    "first-token": (forgets_the_first_token, dict(kind="llama"), (20,), None),
+    "first-pass": (wrong_first_pass, dict(kind="llama"), (700,), None),
+    "later-passes": (wrong_later_passes, dict(kind="llama"), (700,), None),
+    "small-passes": (wrong_later_passes, dict(kind="llama"), (20,), 8),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_differences_that_show_in_some_columns_only_are_found(case, monkeypatch):
+    plant, options, lengths, chunk = PLANTED[case]
+    model, op = random_model(**options), ops.decoder_layers
+
+    def wrong(*arguments):
+        changed = list(arguments)
+        plant(changed)
+        return op(*changed)
+
+    monkeypatch.setattr(ops, "decoder_layers", wrong)
+    with pytest.warns(UserWarning, match="its logits differ from those of the fused pass"):
+        ours = read(model, lengths, chunk)
+    assert direct_pass(model) is None
+    assert torch.equal(ours, read(model, lengths, chunk))  # both by modules
+
+
+def test_a_window_is_compared_in_the_first_prompt_that_is_long_enough(monkeypatch):
+    model, op = random_model("mistral", sliding_window=140), ops.decoder_layers
+
+    def wrong(*arguments):
+        changed = list(arguments)
+        wrong_window(changed)
+        return op(*changed)
+
+    monkeypatch.setattr(ops, "decoder_layers", wrong)
+    read(model, (9,))
+    assert direct_pass(model) is not None
+    with pytest.warns(UserWarning, match="its logits differ from those of the fused pass"):
+        read(model, (300,))
+    assert direct_pass(model) is None

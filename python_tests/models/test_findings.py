@@ -12,6 +12,7 @@ from helpers.models.tiny import prompts, tiny_model
 from torch import nn
 
 import specdec_ext
+from specdec_ext.models import findings
 from specdec_ext.models.findings import findings_of, modules_of
 
 
@@ -126,3 +127,16 @@ def test_modules_of_finds_each_module_once():
         assert {*found} == {*model.modules()}
     finally:
         del model.again
+
+
+def test_a_module_may_change_while_it_is_looked_at(model):
+    """A pass in another thread replaces the forwards of modules, which are attributes."""
+
+    class Changing:
+        @property
+        def __class__(self):
+            vars(model)[f"more_{len(vars(model))}"] = None
+            return object
+
+    model.odd = Changing()
+    assert findings._attributes(model)[0]["odd"] is model.odd

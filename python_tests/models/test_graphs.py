@@ -27,10 +27,7 @@ from specdec_ext.models.graphs.recorded import RecordedPass
 from specdec_ext.models.slots import target as target_module
 from specdec_ext.tree.draft_tree import DraftTree
 
-
-@pytest.fixture(autouse=True)
-def fresh_arena():
-    specdec_ext.free_graphs(tiny_model("llama"))
+pytestmark = pytest.mark.usefixtures("fresh_arena")
 
 
 def arena():
@@ -42,12 +39,11 @@ def ngram(batch="five-ragged", graphs=True, **kwargs):
     return generate(DRAFTERS["ngram"](), batch, "greedy", **kwargs)
 
 
+@pytest.mark.usefixtures("by_modules")
 @pytest.mark.parametrize("decoding", ["greedy", "sampled"])
 @pytest.mark.parametrize("batch", ["one", "five-ragged"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_text_and_bits_are_those_of_other_passes(name, batch, decoding, monkeypatch):
-    # The direct pass rounds in another order than the modules.
-    monkeypatch.setattr(target_module, "usable", lambda model, direct: None)
+def test_text_and_bits_are_those_of_other_passes(name, batch, decoding):
     kwargs = dict(output_logits=True, speculation="fixed")
     expected, ours = (
         generate(DRAFTERS[name](), batch, decoding, graphs=graphs, **kwargs)

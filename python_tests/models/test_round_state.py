@@ -15,14 +15,10 @@ from specdec_ext import Drafter, HeadDrafter, ops
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.slots import round_state
-from specdec_ext.models.slots import target as target_module
 from specdec_ext.models.slots.round_state import RoundState
 from specdec_ext.models.slots.runner import PassRunner
 
-
-@pytest.fixture(autouse=True)
-def fresh_arena():
-    specdec_ext.free_graphs(tiny_model("llama"))
+pytestmark = pytest.mark.usefixtures("fresh_arena")
 
 
 @pytest.fixture
@@ -131,13 +127,12 @@ def test_text_and_statistics_are_those_of_the_host(name, batch, decoding, states
     assert len(states) == 2 and all(state.rounds for state in states)
 
 
+@pytest.mark.usefixtures("by_modules")
 @pytest.mark.parametrize("decoding", ["greedy", "sampled"])
 @pytest.mark.parametrize("batch", ["one", "five-ragged"])
 @pytest.mark.parametrize("name", ["head", "p-eagle"])
 def test_head_reads_the_last_round_on_the_device(name, batch, decoding, states, monkeypatch):
     """Every draft is that of a head that is given the features by the host, also after rows have ended."""
-    # The direct pass rounds in another order than the modules.
-    monkeypatch.setattr(target_module, "usable", lambda model, direct: None)
     original, calls = HeadDrafter._run, []
 
     def run(self, tree, texts, features, counts, last):

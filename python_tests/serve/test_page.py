@@ -22,7 +22,11 @@ SHOWN = "\n".join(
 )
 # Not those with a placeholder, such as MODEL.
 COMMANDS = sorted(
-    set(re.findall(r"^(?:\w+=\w+ )*specdec serve (?![^#\n]*MODEL)[^#\n]*", SHOWN, re.MULTILINE))
+    set(
+        re.findall(
+            r"^(?:\w+=\w+ )*specdec serve (?![^#\n]*MODEL)[^#\n]*[^#\s]", SHOWN, re.MULTILINE
+        )
+    )
 )
 
 

@@ -112,10 +112,8 @@ def parameters_in(modules: list[nn.Module]) -> list[nn.Parameter]:
 
 def _attributes(module: nn.Module) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
     """Return copies of a module's attributes, and of the contents of those that are dicts."""
-    own = vars(module)
-    return dict(own), [
-        (name, dict(value)) for name, value in own.items() if isinstance(value, dict)
-    ]
+    own = dict(vars(module))  # other threads may add attributes: a pass replaces forwards
+    return own, [(name, dict(value)) for name, value in own.items() if isinstance(value, dict)]
 
 
 def _layouts(modules: list[nn.Module]) -> list[Any]:

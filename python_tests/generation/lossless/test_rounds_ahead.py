@@ -12,7 +12,6 @@ from helpers.models.tiny import (
     ScriptedDrafter,
     oracle_chain,
     prompts,
-    tiny_model,
 )
 from helpers.texts.stopping_cases import letters_tokenizer, text_of
 from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria
@@ -20,19 +19,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria
 import specdec_ext
 from specdec_ext import NgramDrafter
 from specdec_ext.models.slots import SlotTarget
-from specdec_ext.models.slots import target as target_module
 from specdec_ext.models.slots.runner import PassRunner
 from specdec_ext.verify.sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("fresh_arena", "by_modules")
 every_drafter = pytest.mark.parametrize("name", AHEAD)
 every_batch = pytest.mark.parametrize("batch", ["one", "five-ragged"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_arena(monkeypatch):
-    specdec_ext.free_graphs(tiny_model("llama"))
-    # The direct pass of the call without recordings rounds in another order than the modules.
-    monkeypatch.setattr(target_module, "usable", lambda model, direct: None)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ transformers' registries or in the thread, and the next call gives the right tex
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -40,6 +41,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStre
 import specdec_ext
 from specdec_ext import HeadDrafter, LookaheadDrafter, NgramDrafter, SuffixDrafter
 from specdec_ext.models.cache import layers as cache
+from specdec_ext.models.slots import prefill
 from specdec_ext.models.slots import target as slots
 
 NEW_TOKENS = 14
@@ -155,6 +157,18 @@ def test_calls_behind_the_change_are_speculated_on(case):
     drafter = ScriptedDrafter(generated(text, 27), oracle_tree)
     actual = specdec_ext.generate(model, ids, max_new_tokens=NEW_TOKENS, drafter=drafter)
     assert torch.equal(actual, text)
+
+
+@pytest.mark.parametrize("case", CHANGING)
+def test_prompts_behind_the_change_are_read_as_one(case, monkeypatch):
+    """In parts, the first tokens would be rotated like those of a short text."""
+    monkeypatch.setattr(prefill, "DIRECT_COLUMNS", 8)
+    # Two models, because a rotary embedding keeps the frequencies of the longest text so far.
+    ours, theirs = (copy.deepcopy(changing(case)) for _ in range(2))
+    for length in (9, 27):
+        ids, kwargs = prompts((length,))[0], dict(max_new_tokens=NEW_TOKENS, do_sample=False)
+        actual = specdec_ext.generate(ours, ids, drafter=None, **kwargs)
+        assert torch.equal(actual, theirs.generate(ids, **kwargs))
 
 
 # --- exceptions

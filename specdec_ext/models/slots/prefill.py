@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from transformers import GenerationConfig
 from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.compat import CACHE, masked_columns
-from specdec_ext.models.passes.direct.direct_pass import PROMPT, PromptBlock, agrees, is_agreed
+from specdec_ext.models.context_limit import Span, rotation_change
+from specdec_ext.models.passes.direct.direct_pass import (
+    PROMPT,
+    PromptBlock,
+    agrees,
+    end_of_prompt,
+    is_agreed,
+)
 from specdec_ext.models.passes.linears import multiplies_prompts
 from specdec_ext.models.passes.prompt import Prompt
 from specdec_ext.models.patching.changes import inference_mode
@@ -21,9 +29,14 @@ from specdec_ext.models.support import beyond_text
 
 # The most columns of a direct pass: the states of all its layers are in memory at the same time.
 DIRECT_COLUMNS = 512
+# Columns that are read directly and by modules, to compare the logits: enough for arithmetic that differs to
+# show, and few enough for the time to the first token.
+COMPARED_COLUMNS = 32
 
-# Runs the columns from one to another of a prompt with these input_ids.
-Read = Callable[[Prompt, Tensor, int, int], TargetOutput]
+# Runs the columns from one to another of a prompt with these input_ids; None if both ways to do it differ.
+Read = Callable[[Prompt, Tensor, int, int], TargetOutput | None]
+# The columns of a pass, and how it is run.
+Part = tuple[int, int, Read]
 
 
 class Prefill:
@@ -142,39 +155,81 @@ class Prefill:
 
         The last value is the output, see :meth:`Target.prefill`; those before it are None.
         """
-        if not self._can_read_directly(prompt, input_ids):
-            yield (yield from self._read(prompt, input_ids, self._by_modules, self._chunk))
-            return
-        model, chunk = self._modules.model, self._chunk or DIRECT_COLUMNS
-        by_modules: TargetOutput | None = None
-        if not is_agreed(model, PROMPT):
-            by_modules = yield from self._read(prompt, input_ids, self._by_modules, self._chunk)
-            yield None
-        # Its columns overwrite those that the modules have read.
-        output = yield from self._read(prompt, input_ids, self._directly, chunk)
-        if by_modules and not agrees(model, PROMPT, output.logits, by_modules.logits):
-            self._runner.direct = None
-            self._cache.set_length(prompt.past, self._cache.layers[0].slack)
-            yield None
-            output = yield from self._read(prompt, input_ids, self._by_modules, self._chunk)
+        output: TargetOutput | None = None
+        if self._can_read_directly(prompt):
+            output = yield from self._read(prompt, input_ids, self._direct_parts(prompt))
+            if output is None:
+                self._runner.direct = None
+                self._cache.set_length(prompt.past, self._cache.layers[0].slack)
+                yield None
+        if output is None:
+            chunks = prompt.chunks(self._chunk, only_tokens=bool(self._cache.states))
+            parts = [(begin, end, self._by_modules) for begin, end in chunks]
+            output = yield from self._read(prompt, input_ids, parts)
         yield output
 
-    def _can_read_directly(self, prompt: Prompt, input_ids: Tensor) -> bool:
+    def _can_read_directly(self, prompt: Prompt) -> bool:
+        rows, columns = prompt.valid.shape
         return (
             self._runner.direct is not None
             and self._embeddings is None
             and prompt.holes == 0
             and multiplies_prompts(self._modules.model.dtype)
+            # Where rotations depend on the longest text of a pass, parts of the prompt would have others.
+            and rotation_change(self._modules.config, Span(rows, 0, columns)) is None
         )
 
+    def _direct_parts(self, prompt: Prompt) -> Iterator[Part]:
+        """Yield the columns of each direct pass, and how it is run.
+
+        Two parts of a prompt are also read by modules: the first tokens of all rows, in the model's first
+        prompt; and the last columns, in its first prompt of about this length, because a sliding window or
+        an error that adds up shows only there.
+        """
+        model, columns, begin = self._modules.model, prompt.valid.shape[1], prompt.past
+        sections: list[tuple[int, Read]] = []  # where each ends
+        if not is_agreed(model, PROMPT):
+            behind_padding = max(begin, int(prompt.first.max()))
+            stop = min(behind_padding + COMPARED_COLUMNS, columns)
+            sections.append((stop, partial(self._both_ways, PROMPT)))
+        kind = end_of_prompt(columns)
+        if columns >= 4 * COMPARED_COLUMNS and not is_agreed(model, kind):
+            sections.append((columns - COMPARED_COLUMNS, self._directly))
+            sections.append((columns, partial(self._both_ways, kind)))
+        sections.append((columns, self._directly))
+        for stop, read in sections:
+            while begin < stop:
+                end = min(begin + (self._chunk or DIRECT_COLUMNS), stop)
+                yield begin, end, read
+                begin = end
+
+    def _both_ways(
+        self, kind: str, prompt: Prompt, input_ids: Tensor, begin: int, end: int
+    ) -> TargetOutput | None:
+        """Run these columns by modules and directly; None if the logits differ."""
+        by_modules = self._by_modules(prompt, input_ids, begin, end)
+        self._cache.set_length(begin, self._cache.layers[0].slack)
+        # What it writes to the cache replaces what the modules have written.
+        output = self._directly(prompt, input_ids, begin, end)
+        begun = prompt.first < end  # what is computed for padding depends on the attention
+        logits = output.logits[begun], by_modules.logits[begun]
+        same = not begun.any() or agrees(self._modules.model, kind, *logits)
+        return output if same else None
+
     def _read(
-        self, prompt: Prompt, input_ids: Tensor, read: Read, chunk: int | None
-    ) -> Generator[None, None, TargetOutput]:
-        """Run the columns that are not in the cache yet, ``chunk`` in each pass; yield between passes."""
+        self, prompt: Prompt, input_ids: Tensor, parts: Iterable[Part]
+    ) -> Generator[None, None, TargetOutput | None]:
+        """Run the columns that are not in the cache yet, part by part; yield between passes.
+
+        Returns None if a part returns None.
+        """
         logits: Tensor | None = None
         states = [*self.restored]
-        for begin, end in prompt.chunks(chunk, only_tokens=bool(self._cache.states)):
-            output = read(prompt, input_ids, begin, end)
+        for begin, end, read in parts:
+            done = read(prompt, input_ids, begin, end)
+            if done is None:
+                return None
+            output = done
             if logits is not None:  # rows padded on the right may have ended in an earlier chunk
                 output.logits = torch.where(
                     (prompt.last < begin)[:, None, None], logits, output.logits

@@ -23,7 +23,8 @@ from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.compat import cache_argument
 from specdec_ext.models.passes.direct.direct_pass import DirectPass
 from specdec_ext.models.passes.direct.reading import read_direct_pass
-from specdec_ext.models.slots.prefill import DIRECT_COLUMNS
+from specdec_ext.models.passes.linears import multiplies_prompts
+from specdec_ext.models.slots.prefill import COMPARED_COLUMNS, DIRECT_COLUMNS
 from specdec_ext.planning.sizes.configs import ConfigFile
 from specdec_ext.planning.sizes.formats import OwnFormat, WeightFormat, weight_format
 from specdec_ext.planning.sizes.live_bytes import LiveBytes
@@ -197,20 +198,26 @@ class LanguageModel:
 
     def _run(self, rows: int, tokens: int, whole: bool = False) -> PassBytes:
         """Passes over ``tokens`` tokens of each row, from an empty cache; results are kept."""
-        passed = self._by_modules(rows, tokens, whole)
         if self._direct is None:
-            return passed
-        # The first prompt is read in both ways, directly in parts.
+            return self._by_modules(rows, tokens, whole)
+        # The first draft is scored in both ways. So are two parts of a prompt, unless modules read all of it.
+        in_parts = not whole and multiplies_prompts(self.dtype)
+        part = min(tokens, COMPARED_COLUMNS) if in_parts else tokens
+        passed = self._by_modules(rows, tokens, whole, part)
         work = self._direct.work_bytes(rows * min(tokens, DIRECT_COLUMNS))
         return replace(passed, work=max(passed.work, work))
 
-    def _by_modules(self, rows: int, tokens: int, whole: bool = False) -> PassBytes:
+    def _by_modules(
+        self, rows: int, tokens: int, whole: bool = False, part: int | None = None
+    ) -> PassBytes:
         """Run a pass from an empty cache.
 
         Args:
             rows: number of rows.
             tokens: number of tokens of each row.
             whole: whether the logits of all tokens are needed, not only those of the last one.
+            part: number of tokens at the beginning and at the end that are read, each in a pass; None for all
+                tokens in one pass.
 
         Raises:
             ValueError: if the values of tensors, which the meta device does not have, decide the pass.
@@ -221,11 +228,14 @@ class LanguageModel:
         arguments: dict[str, Any] = {cache_argument(parameters) or "": cache.cache}
         if "logits_to_keep" in parameters:
             arguments["logits_to_keep"] = 0 if whole else 1
-        ids = torch.zeros(rows, tokens, dtype=torch.long, device=META)
+        part = part or tokens
+        ids = torch.zeros(rows, part, dtype=torch.long, device=META)
         known = [*self._model.parameters(), *self._model.buffers(), ids]
         try:
             with torch.inference_mode(), META, LiveBytes(known) as live:
-                output = self._model(input_ids=ids, use_cache=True, **arguments)
+                for begin in sorted({0, tokens - part}):
+                    cache.set_length(begin, 0)
+                    output = self._model(input_ids=ids, use_cache=True, **arguments)
         except (RuntimeError, NotImplementedError) as error:
             if self.dtype != USUAL_DTYPE:
                 return self._scaled(rows, tokens, whole)

@@ -1,8 +1,8 @@
 """``DirectPass``: run all layers of a decoder with one op instead of its modules.
 
 The op reads the model's own weights without a copy, and uses the same row-invariant matrix products and
-attention as other block passes. The first prompt of a model and the first pass over a draft tree are computed
-both ways, and the logits are compared.
+attention as other block passes. Parts of the first prompts of a model, and the first pass over a draft tree,
+are computed both ways, and the logits are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks
 from specdec_ext.ops.decoder_layers import DecoderForm
 from specdec_ext.ops.quantise import QuantisedWeight
 
-# Kinds of passes.
+# Kinds of passes; see also end_of_prompt.
 PROMPT, TREE = "prompt", "tree"
 
 # Of each model, the kinds of passes of which both ways were compared, and whether they agreed.
@@ -175,6 +175,11 @@ class DirectPass:
         widths = [hidden, hidden, max(queries + keys, 2 * inner), max(queries, inner), queries]
         kept = hidden * (len(self.windows) + 2 + self.form.parallel)
         return count * (sum(widths) + kept) * self.embedding.element_size()
+
+
+def end_of_prompt(columns: int) -> str:
+    """Return the kind of a pass over the last columns of a prompt: one for all lengths below a power of 2."""
+    return f"end of a prompt of less than {1 << columns.bit_length()} columns"
 
 
 def usable(model: PreTrainedModel, direct: DirectPass | None) -> DirectPass | None:
