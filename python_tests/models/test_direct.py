@@ -271,6 +271,18 @@ def change_config(name, value):
     return lambda model: setattr(model.config, name, value)
 
 
+def change_code(path, function="forward", index=0):
+    """Give a module a class of its own with another function."""
+
+    def change(model):
+        module = layer(index, path)(model)
+        kind = type(module)
+        assert hasattr(kind, function)
+        module.__class__ = type(kind.__name__, (kind,), {function: lambda self, x, *_: x})
+
+    return change
+
+
 def change_norm_code(model):
     """The norm of Gemma has its arithmetic in another function than ``forward``."""
     kind = type(model.model.norm)
@@ -361,6 +373,24 @@ CHANGED_FAMILIES = {
     "dropout": ("phi3-window", own_dropout),
     "rows": ("phi3-window", fewer_rows),
     "rotation": ("phi3-half", rotate_too_much),
+    "top-k": ("mixtral", change_attribute("top_k", "mlp.gate", 1)),
+    "normalised": ("qwen3_moe", change_attribute("norm_topk_prob", "mlp.gate", False)),
+    "router-code": ("mixtral", change_code("mlp.gate")),
+    "experts-code": ("mixtral", change_code("mlp.experts")),
+    "experts-gate-code": ("mixtral", change_code("mlp.experts", "_apply_gate")),
+    "sparse-code": ("qwen2_moe", change_code("mlp")),
+    "shared-code": ("qwen2_moe", change_code("mlp.shared_expert")),
+    "dense-code": ("qwen3_moe-window", change_code("mlp")),
+    "experts-activation": (
+        "qwen2_moe",
+        change_attribute("act_fn", "mlp.experts", nn.GELU(), index=0),
+    ),
+    "shared-activation": (
+        "qwen2_moe",
+        change_attribute("act_fn", "mlp.shared_expert", nn.GELU(), index=0),
+    ),
+    "experts-dtype": ("mixtral", lambda m: layer(1, "mlp.experts")(m).double()),
+    "other-experts": ("mixtral", change_config("_experts_implementation_internal", "deepgemm")),
     "layer-norm": ("starcoder2-window", own_layer_norm),
     "layer-norm-eps": ("starcoder2-window", change_attribute("eps", "input_layernorm", 0.1)),
 }
@@ -402,6 +432,11 @@ FOLLOWED = {
     "joined-rows": ("phi3-half", lambda m: m.model.layers[0].self_attn.qkv_proj.weight.data.mul_(2)),
     "other-joined-rows": ("phi3-half", lambda m: setattr(layer(0, "self_attn.qkv_proj")(m).weight, "data",
         2 * layer(0, "self_attn.qkv_proj")(m).weight.data)),
+    "experts": ("mixtral", lambda m: layer(1, "mlp.experts")(m).down_proj.data.mul_(2)),
+    "router": ("qwen3_moe", lambda m: layer(0, "mlp.gate")(m).weight.neg_()),
+    "all-top-k": ("qwen3_moe", lambda m: [setattr(each.mlp.gate, "top_k", 1) for each in m.model.layers]),
+    "none-normalised": ("qwen3_moe", lambda m: [setattr(each.mlp.gate, "norm_topk_prob", False)
+        for each in m.model.layers]),
     "use-rope": ("smollm3", change_attribute("use_rope", "self_attn", 0, index=0)),
     "soft-caps": ("gemma2-window", lambda m: [setattr(each.self_attn, "attn_logit_softcapping", 0.5)
         for each in m.model.layers]),
@@ -476,6 +511,33 @@ def test_fused_pass_that_differs_is_not_used(model, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(scored(model).logits, expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_other_experts_by_rounding_are_no_difference(seed, recwarn):
+    """In bfloat16, a deep random model gives some tokens other experts in each way."""
+    sizes = dict(hidden_size=128, num_hidden_layers=12, moe_intermediate_size=32, num_experts=60)
+    model = random_model("qwen2_moe", seed, num_experts_per_tok=4, **sizes).bfloat16()
+    scored(model)
+    assert not recwarn and direct_pass(model) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_experts_are_a_difference(monkeypatch, dtype):
+    """With those of another layer, the logits of the first tree are unrelated."""
+    model, op = copy.deepcopy(tiny_model("mixtral", dtype=dtype)), ops.decoder_layers
+
+    def wrong(*arguments):
+        weights, form = list(arguments[3]), arguments[-1]
+        place, count = form.tensors.index("experts_down"), len(form.tensors)
+        for layer in range(3):
+            weights[layer * count + place] = weights[layer * count + place].flip(0)
+        return op(*arguments[:3], weights, *arguments[4:])
+
+    monkeypatch.setattr(ops, "decoder_layers", wrong)
+    with pytest.warns(UserWarning, match="its logits differ from those of the fused pass"):
+        scored(model)
+    assert direct_pass(model) is None
 
 
 def test_nan_logits_do_not_disable_the_fused_pass(model, recwarn):

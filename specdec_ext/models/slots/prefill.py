@@ -145,14 +145,16 @@ class Prefill:
         if not self._can_read_directly(prompt, input_ids):
             yield (yield from self._read(prompt, input_ids, self._by_modules, self._chunk))
             return
-        model, chunk = self._modules.model, self._chunk or DIRECT_COLUMNS
+        model, direct = self._modules.model, self._runner.direct
+        chunk = self._chunk or DIRECT_COLUMNS
         by_modules: TargetOutput | None = None
         if not is_agreed(model, PROMPT):
             by_modules = yield from self._read(prompt, input_ids, self._by_modules, self._chunk)
             yield None
         # Its columns overwrite those that the modules have read.
         output = yield from self._read(prompt, input_ids, self._directly, chunk)
-        if by_modules and not agrees(model, PROMPT, output.logits, by_modules.logits):
+        assert direct is not None
+        if by_modules and not agrees(model, direct, PROMPT, output.logits, by_modules.logits):
             self._runner.direct = None
             self._cache.set_length(prompt.past, self._cache.layers[0].slack)
             yield None
