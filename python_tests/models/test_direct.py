@@ -1,6 +1,7 @@
 """The fused pass without transformers' modules: which models have one, and when it is not used."""
 
 import copy
+import random
 import re
 import warnings
 
@@ -140,6 +141,79 @@ def test_texts_are_those_of_transformers(name, op_calls):
     for each in (None, "ngram", drafter):
         assert torch.equal(specdec_ext.generate(model, ids, drafter=each, **kwargs), expected)
     assert op_calls
+
+
+def random_experts(seed):
+    """A model of one of the three families with experts, with sizes drawn at random."""
+    draw = random.Random(seed)
+    kind, experts = ("mixtral", "qwen2_moe", "qwen3_moe")[seed % 3], draw.randint(1, 9)
+    sizes = dict(
+        num_experts_per_tok=draw.choice((1, experts, draw.randint(1, experts))),
+        num_hidden_layers=draw.randint(1, 4),
+        hidden_act=draw.choice(("silu", "gelu")),
+    )
+    if kind == "mixtral":
+        return random_model(kind, seed, num_local_experts=experts, **sizes)
+    return random_model(
+        kind,
+        seed,
+        num_experts=experts,
+        moe_intermediate_size=4 * draw.randint(1, 17),  # torch._grouped_mm wants 16 bytes
+        shared_expert_intermediate_size=draw.randint(1, 70),
+        norm_topk_prob=draw.random() < 0.5,
+        decoder_sparse_step=draw.randint(1, 3),
+        mlp_only_layers=[layer for layer in range(4) if draw.random() < 0.3],
+        **sizes,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models_with_experts(seed, op_calls):
+    model = with_varied_vectors(random_experts(seed))
+    assert direct_pass(model) is not None
+    ours, theirs = (scored(model, (0, -1), by_modules=each) for each in (False, True))
+    active = TREE.parents > -2
+    assert relative(ours.features[active], theirs.features[active]) < 1e-5
+    assert relative(ours.logits[active], theirs.logits[active]) < 1e-5
+    ids, mask = prompts((9, 4))
+    kwargs = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    drafter = ScriptedDrafter(generated(expected, ids.shape[1]), random_tree)
+    assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+    assert len(op_calls) > 3
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_are_chosen_as_by_the_modules_if_all_tie(name, implementation, op_calls):
+    """And experts that lose every tie are not read."""
+    model = with_varied_vectors(tiny_model(name))
+    model.set_experts_implementation(implementation)
+    with torch.no_grad():
+        for block in (layer(index, "mlp")(model) for index in (0, 2)):
+            block.gate.weight.zero_()
+            _, _, chosen = block.gate(torch.ones(1, 32))
+            for expert in set(range(block.gate.num_experts)) - set(chosen[0].tolist()):
+                block.experts.gate_up_proj[expert] = torch.nan
+                block.experts.down_proj[expert] = torch.nan
+    ours, theirs = (scored(model, by_modules=each).logits for each in (False, True))
+    active = TREE.parents > -2
+    assert op_calls and torch.isfinite(ours[active]).all()
+    assert relative(ours[active], theirs[active]) < 1e-5
+
+
+def test_work_bytes_count_the_buffers_of_experts():
+    """Per token, of bfloat16 numbers: those of dense layers, and a row and float32 sums of experts."""
+    dense, sparse = (
+        direct_pass(tiny_model(each, dtype=torch.bfloat16))
+        for each in ("mistral-window", "mixtral")
+    )
+    hidden, experts = 32, 4
+    assert [dense.form.top_k, sparse.form.top_k] == [0, 2]
+    extra = 2 * hidden + 4 * (hidden + experts)
+    assert sparse.work_bytes(7) - dense.work_bytes(7) == 7 * extra
+    widest = direct_pass(tiny_model("qwen2_moe", dtype=torch.bfloat16))
+    assert widest.work_bytes(1) == dense.work_bytes(1) + extra + 4  # a fifth expert
 
 
 def test_generation_uses_the_fused_pass(model, op_calls):
