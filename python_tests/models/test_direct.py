@@ -148,7 +148,7 @@ def random_experts(seed):
     draw = random.Random(seed)
     kind, experts = ("mixtral", "qwen2_moe", "qwen3_moe")[seed % 3], draw.randint(1, 9)
     sizes = dict(
-        num_experts_per_tok=draw.choice((1, experts, draw.randint(1, experts))),
+        num_experts_per_tok=draw.choice((1, (experts + 1) // 2, experts)),
         num_hidden_layers=draw.randint(1, 4),
         hidden_act=draw.choice(("silu", "gelu")),
     )
