@@ -1,12 +1,13 @@
 // CPU op decoder_layers: a layer has four loops of products (queries, keys and values in one; gate
 // and up in one), attention, and row by row arithmetic between them. The weights are not copied.
 // Matrices that a model has joined are multiplied at once, and the parts of each row are read where
-// they are.
+// they are. Experts run one after the other, each on the nodes that have chosen it.
 #include "specdec/decoder_layers.h"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #include "cpu/attention/split.h"
 #include "cpu/math/rows.h"
@@ -20,10 +21,15 @@ constexpr int64_t kRowGrain = 1 << 15;  // elements; below it, waking a thread d
 struct Buffers {
   FloatBuffer normed;     // [count, hidden]
   FloatBuffer projected;  // [count, queries, keys and values side by side, or gates and ups]
-  FloatBuffer rotated;    // [count, heads * head_dim] or [count, intermediate]
+  FloatBuffer rotated;    // [count, heads * head_dim] or [count, inner]
   FloatBuffer heads;      // [count, heads * head_dim]
   FloatBuffer added;      // [count, hidden]
   FloatBuffer attended;   // [count, hidden], only if layers are parallel
+  // Only if there are experts:
+  FloatBuffer gathered;         // [count, hidden], inputs and outputs of one expert
+  FloatBuffer routes;           // [count, experts], weights in float32, -1 for an expert not chosen
+  FloatBuffer sums;             // [count, hidden], in float32
+  std::vector<int64_t> chosen;  // nodes of one expert
 };
 
 // Vectors of each node in a buffer; strides in bytes.
@@ -51,14 +57,17 @@ class Layers {
         rows_(row_ops()),
         size_(element_size(params.type)),
         normed_(room(buffers.normed, params.hidden)),
-        projected_(
-            room(buffers.projected, std::max((params.heads + 2 * params.kv_heads) * params.head_dim,
-                                             2 * params.intermediate))),
-        rotated_(
-            room(buffers.rotated, std::max(params.heads * params.head_dim, params.intermediate))),
+        projected_(room(buffers.projected,
+                        std::max({(params.heads + 2 * params.kv_heads) * params.head_dim,
+                                  2 * params.inner, params.experts}))),
+        rotated_(room(buffers.rotated, std::max(params.heads * params.head_dim, params.inner))),
         heads_(room(buffers.heads, params.heads * params.head_dim)),
         added_(room(buffers.added, params.hidden)),
-        attended_(room(buffers.attended, params.parallel ? params.hidden : 0)) {}
+        attended_(room(buffers.attended, params.parallel ? params.hidden : 0)),
+        gathered_(room(buffers.gathered, params.experts > 0 ? params.hidden : 0)),
+        routes_(buffers.routes.at_least(params.count() * params.experts + 1)),
+        sums_(buffers.sums.at_least(params.experts > 0 ? params.count() * params.hidden : 1)),
+        chosen_(buffers.chosen) {}
 
   void run() {
     const void* input = params_.input;
@@ -92,12 +101,18 @@ class Layers {
         buffer.at_least(params_.count() * width * size_ / static_cast<int64_t>(sizeof(float)) + 1));
   }
 
-  // Calls body(i) for every element, which has `width` numbers.
+  // Calls body(i) for `count` elements of `width` numbers.
   template <typename F>
-  void for_each(int64_t width, const F& body) const {
-    parallel_for_(params_.count(), kRowGrain / width + 1, [&](int64_t begin, int64_t end) {
+  void for_each(int64_t count, int64_t width, const F& body) const {
+    parallel_for_(count, kRowGrain / width + 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) body(i);
     });
+  }
+
+  // Of all nodes.
+  template <typename F>
+  void for_each(int64_t width, const F& body) const {
+    for_each(params_.count(), width, body);
   }
 
   ModuleNorm module_norm(const DecoderNorm& norm) const {
@@ -134,9 +149,14 @@ class Layers {
 
   LinearParams product(const DecoderMatrix& matrix, const void* input, int64_t ins,
                        std::byte* output) const {
+    return product(matrix, params_.count(), input, ins, output);
+  }
+
+  LinearParams product(const DecoderMatrix& matrix, int64_t rows, const void* input, int64_t ins,
+                       std::byte* output) const {
     return {.type = params_.type,
             .input = input,
-            .inner_rows = params_.count(),
+            .inner_rows = rows,
             .outer_stride = 0,
             .inner_stride = ins,
             .weight = matrix.weight,
@@ -144,7 +164,7 @@ class Layers {
             .is_transposed = matrix.is_transposed,
             .codes = matrix.codes,
             .bias = matrix.bias,
-            .rows = params_.count(),
+            .rows = rows,
             .in_features = ins,
             .out_features = matrix.outs,
             .output = output,
@@ -219,31 +239,90 @@ class Layers {
     return static_cast<std::byte*>(const_cast<void*>(cache.data)) + offset * size_;
   }
 
-  // out = (activation(x Wg) * x Wu) Wd, x = norm(state)
+  // out = mlp(norm(state)), or of the experts
   void feed_forward(const DecoderLayer& layer, const std::byte* state, std::byte* out) const {
-    const int64_t hidden = params_.hidden, inner = params_.intermediate, bytes = inner * size_;
     const std::byte* input = normed(layer.mlp_norm, state);
+    if (layer.experts.router.weight == nullptr) {
+      return run_mlp(layer.mlp, params_.count(), input, out);
+    }
+    run_experts(layer.experts, input, out);
+    const DecoderMatrix& gate = layer.experts.shared_gate;
+    if (gate.weight == nullptr) return;
+    run_mlp(layer.mlp, params_.count(), input, gathered_);
+    linear(product(gate, input, params_.hidden, projected_), parallel_for_);
+    for_each(params_.hidden, [&](int64_t i) {
+      const int64_t row = i * params_.hidden * size_;
+      rows_.module_add_gated(params_.type, gathered_ + row, projected_ + i * size_, params_.hidden,
+                             out + row);
+    });
+  }
+
+  // out = (activation(x Wg) * x Wu) Wd for `count` inputs x, which `out` may overwrite
+  void run_mlp(const DecoderMlp& mlp, int64_t count, const std::byte* input, std::byte* out) const {
+    const int64_t hidden = params_.hidden, bytes = mlp.inner * size_;
     int64_t stride = bytes;  // from node to node
     const std::byte* ups = nullptr;
-    if (layer.gate.weight == nullptr) {
-      linear(product(layer.up, input, hidden, projected_), parallel_for_);
-    } else if (layer.up.weight == nullptr) {
-      linear(product(layer.gate, input, hidden, projected_), parallel_for_);
+    if (mlp.gate.weight == nullptr) {
+      linear(product(mlp.up, count, input, hidden, projected_), parallel_for_);
+    } else if (mlp.up.weight == nullptr) {
+      linear(product(mlp.gate, count, input, hidden, projected_), parallel_for_);
       stride = 2 * bytes;
       ups = projected_ + bytes;
     } else {
-      std::byte* up = projected_ + params_.count() * bytes;
-      const std::array products{product(layer.gate, input, hidden, projected_),
-                                product(layer.up, input, hidden, up)};
+      std::byte* up = projected_ + count * bytes;
+      const std::array products{product(mlp.gate, count, input, hidden, projected_),
+                                product(mlp.up, count, input, hidden, up)};
       ups = up;
       linears(products, parallel_for_);
     }
-    for_each(inner, [&](int64_t i) {
+    for_each(count, mlp.inner, [&](int64_t i) {
       rows_.module_activate(params_.type, params_.activation, projected_ + i * stride,
-                            ups == nullptr ? nullptr : ups + i * stride, inner,
+                            ups == nullptr ? nullptr : ups + i * stride, mlp.inner,
                             rotated_ + i * bytes);
     });
-    linear(product(layer.down, rotated_, inner, out), parallel_for_);
+    linear(product(mlp.down, count, rotated_, mlp.inner, out), parallel_for_);
+  }
+
+  // out = sum of the weighted MLPs of the experts that each node chooses
+  void run_experts(const DecoderExperts& experts, const std::byte* input, std::byte* out) const {
+    const int64_t hidden = params_.hidden, bytes = hidden * size_, count = experts.router.outs;
+    linear(product(experts.router, input, hidden, projected_), parallel_for_);
+    for_each(count, [&](int64_t i) {
+      rows_.module_route(params_.type, projected_ + i * count * size_, params_.routing, count,
+                         routes_ + i * count);
+    });
+    std::fill_n(sums_, params_.count() * hidden, 0.0f);
+    for (int64_t expert = 0; expert < count; ++expert) {
+      chosen_.clear();
+      for (int64_t i = 0; i < params_.count(); ++i) {
+        if (routes_[i * count + expert] != -1.0f) chosen_.push_back(i);
+      }
+      const auto rows = static_cast<int64_t>(chosen_.size());
+      if (rows == 0) continue;
+      for_each(rows, hidden, [&](int64_t row) {
+        std::memcpy(gathered_ + row * bytes, input + chosen_[row] * bytes, bytes);
+      });
+      run_mlp(mlp_of(experts, expert), rows, gathered_, gathered_);
+      for_each(rows, hidden, [&](int64_t row) {
+        const int64_t i = chosen_[row];
+        rows_.module_weigh(params_.type, gathered_ + row * bytes, routes_[i * count + expert],
+                           params_.routing.is_wide, hidden, sums_ + i * hidden);
+      });
+    }
+    for_each(hidden, [&](int64_t i) {
+      rows_.round(params_.type, sums_ + i * hidden, nullptr, hidden, out + i * bytes);
+    });
+  }
+
+  DecoderMlp mlp_of(const DecoderExperts& experts, int64_t expert) const {
+    DecoderMlp mlp = experts.first;
+    mlp.gate.weight = moved(mlp.gate.weight, expert * experts.gate_stride);
+    mlp.down.weight = moved(mlp.down.weight, expert * experts.down_stride);
+    return mlp;
+  }
+
+  const void* moved(const void* data, int64_t elements) const {
+    return static_cast<const std::byte*>(data) + elements * size_;
   }
 
   const DecoderParams& params_;
@@ -256,6 +335,10 @@ class Layers {
   std::byte* heads_;
   std::byte* added_;
   std::byte* attended_;
+  std::byte* gathered_;
+  float* routes_;
+  float* sums_;
+  std::vector<int64_t>& chosen_;
 };
 
 }  // namespace

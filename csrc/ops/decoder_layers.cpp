@@ -43,12 +43,17 @@ enum LayerTensor {
   kDown,
   kDownBias,
   kMlpOutputNorm,
+  kRouter,
+  kExpertsGate,
+  kExpertsDown,
+  kSharedGate,
+  kSharedGateBias,
   kLayerTensors
 };
 constexpr size_t kFinalTensors = 2;  // the final norm and its bias
 
 // The matrices of a layer, in the order of the scales.
-constexpr LayerTensor kMatrices[] = {kQuery, kKey, kValue, kOutput, kGate, kUp, kDown};
+constexpr LayerTensor kMatrices[] = {kQuery, kKey, kValue, kOutput, kGate, kUp, kDown, kSharedGate};
 
 [[noreturn]] void fail_argument(const std::string& argument, const std::string& problem) {
   fail("specdec::decoder_layers: argument " + argument + " " + problem);
@@ -83,6 +88,7 @@ class Weights {
     const Tensor* tensor = find(index);
     return tensor != nullptr && tensor->numel() != 0;
   }
+  bool has(size_t layer, LayerTensor name) const { return has(layer * kLayerTensors + name); }
 
   int64_t numel(size_t index) const { return has(index) ? find(index)->numel() : 0; }
 
@@ -122,25 +128,60 @@ class Weights {
       return matrix;
     }
     const int64_t shape[] = {transposed_ ? ins : outs, transposed_ ? outs : ins};
-    const bool fits = tensor.dim() == 2 && tensor.size(0) == shape[0] &&
-                      tensor.size(1) == shape[1] && (shape[1] == 1 || tensor.stride(1) == 1);
-    check(index, fits, describe_numbers(shape) + " with a contiguous last dimension");
+    check_last_contiguous(index, shape);
     matrix.weight_stride = tensor.stride(0);
     matrix.is_transposed = transposed_;
     return matrix;
   }
 
-  // The number of outputs of a matrix of the first layer.
-  int64_t outs(LayerTensor name) const {
-    const Tensor& tensor = get(name);
-    const bool is_transposed = transposed_ && !has_codes(0, name);
+  // The weights [outs, ins] of a router, or [experts, outs, ins], as the matrix of expert 0. They have
+  // no codes and no bias, and are not transposed.
+  DecoderMatrix plain(size_t layer, LayerTensor name, std::initializer_list<int64_t> shape) const {
+    const size_t index = layer * kLayerTensors + name;
+    const Tensor& tensor = get(index);
+    check_last_contiguous(index, std::span(shape.begin(), shape.size()));
+    const int64_t rows = tensor.dim() - 2;
+    return {.weight = tensor.const_data_ptr(),
+            .weight_stride = tensor.stride(rows),
+            .is_transposed = false,
+            .codes = {},
+            .bias = nullptr,
+            .outs = tensor.size(rows)};
+  }
+
+  // The elements from expert to expert.
+  int64_t stride(size_t layer, LayerTensor name) const {
+    return get(layer * kLayerTensors + name).stride(0);
+  }
+
+  // The number of outputs of a matrix.
+  int64_t outs(size_t layer, LayerTensor name) const {
+    const size_t index = layer * kLayerTensors + name;
+    const Tensor& tensor = get(index);
+    const bool is_transposed = transposed_ && !has_codes(layer, name);
     const int64_t outs = tensor.dim() == 2 ? tensor.size(is_transposed ? 1 : 0) : 0;
     if (outs == 0) {
-      fail_argument(describe(name), "must be " +
-                                        std::string(is_transposed ? "[ins, outs]" : "[outs, ins]") +
-                                        ", got shape " + describe_shape(tensor));
+      fail_argument(describe(index),
+                    "must be " + std::string(is_transposed ? "[ins, outs]" : "[outs, ins]") +
+                        ", got shape " + describe_shape(tensor));
     }
     return outs;
+  }
+
+  // The numbers between the matrices of an expert.
+  int64_t inner(size_t layer) const {
+    const size_t index = layer * kLayerTensors + kExpertsGate;
+    const Tensor& tensor = get(index);
+    if (tensor.dim() != 3 || tensor.size(1) == 0 || tensor.size(1) % 2 != 0) {
+      fail_argument(describe(index),
+                    "must be [experts, 2 * inner, hidden], got shape " + describe_shape(tensor));
+    }
+    return tensor.size(1) / 2;
+  }
+
+  // Checks that a layer does not have this tensor, for a reason.
+  void check_absent(size_t layer, LayerTensor name, const std::string& reason) const {
+    check_empty(layer * kLayerTensors + name, reason);
   }
 
  private:
@@ -160,7 +201,8 @@ class Weights {
   const Tensor& get(size_t index) const {
     if (const Tensor* tensor = find(index)) return *tensor;
     fail_argument("tensors", "must have number " + std::to_string(index % kLayerTensors) +
-                                 ", which every layer needs");
+                                 ", which layer " + std::to_string(index / kLayerTensors) +
+                                 " needs");
   }
 
   std::string describe(size_t index) const {
@@ -204,6 +246,14 @@ class Weights {
                                        " of shape " + describe_shape(tensor));
   }
 
+  void check_last_contiguous(size_t index, std::span<const int64_t> shape) const {
+    const Tensor& tensor = get(index);
+    const auto last = static_cast<int64_t>(shape.size()) - 1;
+    bool fits = tensor.dim() == last + 1 && (shape[last] == 1 || tensor.stride(last) == 1);
+    for (int64_t i = 0; fits && i <= last; ++i) fits = tensor.size(i) == shape[i];
+    check(index, fits, describe_numbers(shape) + " with a contiguous last dimension");
+  }
+
   const std::vector<Tensor>& tensors_;
   size_t layers_;
   size_t given_;                   // tensors per layer
@@ -213,6 +263,56 @@ class Weights {
   bool transposed_;
   int32_t dtype_;
 };
+
+bool has_mlp(const Weights& read, size_t layer) {
+  return read.has(layer, kGate) || read.has(layer, kUp) || read.has(layer, kDown);
+}
+
+// The MLP of a layer: its only one, or that of the shared expert, if there is one.
+DecoderMlp read_mlp(const Weights& read, size_t layer, int64_t hidden) {
+  if (read.has(layer, kRouter) && !has_mlp(read, layer)) {
+    for (const LayerTensor name : {kGateBias, kUpBias, kDownBias}) {
+      read.check_absent(layer, name, "there is no matrix that it belongs to");
+    }
+    return {};
+  }
+  const bool joins = read.has(layer, kGate) && !read.has(layer, kUp);
+  const int64_t joined = joins ? read.outs(layer, kGate) : 0;
+  const int64_t inner = joins ? joined / 2 : read.outs(layer, kUp);
+  if (joined % 2 != 0) {
+    fail_argument("weights", "must give gates and ups of the same size, got a joined matrix of " +
+                                 std::to_string(joined));
+  }
+  const int64_t gates = joins ? joined : read.has(layer, kGate) ? inner : 0;
+  return {.gate = read.matrix(layer, kGate, gates, hidden),
+          .up = read.matrix(layer, kUp, joins ? 0 : inner, hidden),
+          .down = read.matrix(layer, kDown, hidden, inner),
+          .inner = inner};
+}
+
+DecoderExperts read_experts(const Weights& read, size_t layer, int64_t hidden, int64_t top_k) {
+  if (!read.has(layer, kRouter)) {
+    for (const LayerTensor name : {kExpertsGate, kExpertsDown, kSharedGate, kSharedGateBias}) {
+      read.check_absent(layer, name, "the layer has no router");
+    }
+    return {};
+  }
+  const int64_t count = read.outs(layer, kRouter), inner = read.inner(layer);
+  if (top_k < 1 || top_k > count) {
+    fail_argument("top_k", "must be 1 to the number of experts, " + std::to_string(count) +
+                               ", got " + std::to_string(top_k));
+  }
+  const bool has_shared = has_mlp(read, layer);
+  if (!has_shared) read.check_absent(layer, kSharedGate, "there is no shared expert");
+  return {.router = read.plain(layer, kRouter, {count, hidden}),
+          .first = {.gate = read.plain(layer, kExpertsGate, {count, 2 * inner, hidden}),
+                    .up = {},
+                    .down = read.plain(layer, kExpertsDown, {count, hidden, inner}),
+                    .inner = inner},
+          .gate_stride = read.stride(layer, kExpertsGate),
+          .down_stride = read.stride(layer, kExpertsDown),
+          .shared_gate = read.matrix(layer, kSharedGate, has_shared ? 1 : 0, hidden)};
+}
 
 void check_contiguous(const char* name, const Tensor& tensor) {
   if (!tensor.is_contiguous()) {
@@ -321,7 +421,8 @@ std::tuple<Tensor, Tensor> decoder_layers(
     double eps, double scale, const std::vector<Tensor>& scales,
     const std::optional<Tensor>& levels, const std::vector<int64_t>& tensors,
     const std::vector<int64_t>& tables, int64_t norm, int64_t activation, bool interleaved,
-    bool parallel, bool transposed, double softcap, double residual_scale) {
+    bool parallel, bool transposed, double softcap, double residual_scale, int64_t top_k,
+    bool normalised, bool wide_experts) {
   const Argument input_arg(kOp, "input", input), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
@@ -358,6 +459,7 @@ std::tuple<Tensor, Tensor> decoder_layers(
   params.activation = static_cast<Activation>(check_choice("activation", activation, kActivations));
   params.interleaved = interleaved;
   params.parallel = parallel;
+  params.routing = {.top_k = top_k, .is_normalised = normalised, .is_wide = wide_experts};
   if (ancestors) {
     const Argument ancestors_arg(kOp, "ancestors", *ancestors);
     ancestors_arg.has_dtype(int64).has_shape({params.batch, params.nodes, (params.nodes + 63) / 64},
@@ -391,16 +493,12 @@ std::tuple<Tensor, Tensor> decoder_layers(
   const Weights read(weights, tensors, num_layers, scales, read_levels(kOp, levels), transposed,
                      dtype);
   // Of matrices that are joined, the first layer has one and not the others.
-  const bool joins_heads = !read.has(kKey), has_gate = read.has(kGate);
-  const bool joins_gate = has_gate && !read.has(kUp);
+  const bool joins_heads = !read.has(kKey);
   const int64_t cached = caches[0].dim() == 4 ? caches[0].size(1) * head_dim : 0;
-  const int64_t keys = joins_heads ? cached : read.outs(kKey);
-  const int64_t queries = read.outs(kQuery) - (joins_heads ? 2 * keys : 0);
-  const int64_t gates = has_gate ? read.outs(kGate) : 0,
-                inner = joins_gate ? gates / 2 : read.outs(kUp);
+  const int64_t keys = joins_heads ? cached : read.outs(0, kKey);
+  const int64_t queries = read.outs(0, kQuery) - (joins_heads ? 2 * keys : 0);
   params.heads = queries / head_dim;
   params.kv_heads = keys / head_dim;
-  params.intermediate = inner;
   if (queries < 1 || keys < 1 || queries % head_dim != 0 || keys % head_dim != 0 ||
       params.heads % params.kv_heads != 0) {
     fail_argument("weights", "must give queries and keys whole heads of " +
@@ -411,10 +509,6 @@ std::tuple<Tensor, Tensor> decoder_layers(
     fail_argument("interleaved", "needs one matrix of as many queries as keys and values; got " +
                                      std::to_string(queries) + " and " + std::to_string(keys) +
                                      (joins_heads ? " in one matrix" : " in several matrices"));
-  }
-  if (joins_gate && gates % 2 != 0) {
-    fail_argument("weights", "must give gates and ups of the same size, got a joined matrix of " +
-                                 std::to_string(gates));
   }
   // A norm of the queries is over one head or over all.
   params.head_norms_are_wide = read.numel(kQueryNorm) == queries && queries != head_dim;
@@ -431,6 +525,13 @@ std::tuple<Tensor, Tensor> decoder_layers(
     }
     const size_t at = layer * kLayerTensors;
     const int64_t hidden = params.hidden, separate = joins_heads ? 0 : keys;
+    if (transposed && read.has(layer, kRouter)) {
+      fail_argument("transposed", "does not go with a router");
+    }
+    const DecoderExperts experts = read_experts(read, layer, hidden, top_k);
+    const DecoderMlp mlp = read_mlp(read, layer, hidden);
+    params.inner = std::max({params.inner, mlp.inner, experts.first.inner});
+    params.experts = std::max(params.experts, experts.router.outs);
     layers.push_back(
         {.attention_norm = read.norm(at + kAttentionNorm, hidden, params.norm),
          .query = read.matrix(layer, kQuery, queries + (joins_heads ? 2 * keys : 0), hidden),
@@ -441,9 +542,8 @@ std::tuple<Tensor, Tensor> decoder_layers(
          .output = read.matrix(layer, kOutput, hidden, queries),
          .attention_output_norm = {read.vector(at + kAttentionOutputNorm, hidden), nullptr},
          .mlp_norm = read.norm(at + kMlpNorm, hidden, params.norm),
-         .gate = read.matrix(layer, kGate, gates, hidden),
-         .up = read.matrix(layer, kUp, joins_gate ? 0 : inner, hidden),
-         .down = read.matrix(layer, kDown, hidden, inner),
+         .mlp = mlp,
+         .experts = experts,
          .mlp_output_norm = {read.vector(at + kMlpOutputNorm, hidden), nullptr},
          .cosines = nullptr,
          .sines = nullptr,

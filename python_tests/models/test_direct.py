@@ -1,6 +1,7 @@
 """The fused pass without transformers' modules: which models have one, and when it is not used."""
 
 import copy
+import random
 import re
 import warnings
 
@@ -144,6 +145,79 @@ def test_texts_are_those_of_transformers(name, op_calls):
     assert op_calls
 
 
+def random_experts(seed):
+    """A model of one of the three families with experts, with sizes drawn at random."""
+    draw = random.Random(seed)
+    kind, experts = ("mixtral", "qwen2_moe", "qwen3_moe")[seed % 3], draw.randint(1, 9)
+    sizes = dict(
+        num_experts_per_tok=draw.choice((1, (experts + 1) // 2, experts)),
+        num_hidden_layers=draw.randint(1, 4),
+        hidden_act=draw.choice(("silu", "gelu")),
+    )
+    if kind == "mixtral":
+        return random_model(kind, seed, num_local_experts=experts, **sizes)
+    return random_model(
+        kind,
+        seed,
+        num_experts=experts,
+        moe_intermediate_size=4 * draw.randint(1, 17),  # torch._grouped_mm wants 16 bytes
+        shared_expert_intermediate_size=draw.randint(1, 70),
+        norm_topk_prob=draw.random() < 0.5,
+        decoder_sparse_step=draw.randint(1, 3),
+        mlp_only_layers=[layer for layer in range(4) if draw.random() < 0.3],
+        **sizes,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models_with_experts(seed, op_calls):
+    model = with_varied_vectors(random_experts(seed))
+    assert direct_pass(model) is not None
+    ours, theirs = (scored(model, (0, -1), by_modules=each) for each in (False, True))
+    active = TREE.parents > -2
+    assert relative(ours.features[active], theirs.features[active]) < 1e-5
+    assert relative(ours.logits[active], theirs.logits[active]) < 1e-5
+    ids, mask = prompts((9, 4))
+    kwargs = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    drafter = ScriptedDrafter(generated(expected, ids.shape[1]), random_tree)
+    assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+    assert len(op_calls) > 3
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_are_chosen_as_by_the_modules_if_all_tie(name, implementation, op_calls):
+    """And experts that lose every tie are not read."""
+    model = with_varied_vectors(tiny_model(name))
+    model.set_experts_implementation(implementation)
+    with torch.no_grad():
+        for block in (layer(index, "mlp")(model) for index in (0, 2)):
+            block.gate.weight.zero_()
+            _, _, chosen = block.gate(torch.ones(1, 32))
+            for expert in set(range(block.gate.num_experts)) - set(chosen[0].tolist()):
+                block.experts.gate_up_proj[expert] = torch.nan
+                block.experts.down_proj[expert] = torch.nan
+    ours, theirs = (scored(model, by_modules=each).logits for each in (False, True))
+    active = TREE.parents > -2
+    assert op_calls and torch.isfinite(ours[active]).all()
+    assert relative(ours[active], theirs[active]) < 1e-5
+
+
+def test_work_bytes_count_the_buffers_of_experts():
+    """Per token, of bfloat16 numbers: those of dense layers, and a row and float32 sums of experts."""
+    dense, sparse = (
+        direct_pass(tiny_model(each, dtype=torch.bfloat16))
+        for each in ("mistral-window", "mixtral")
+    )
+    hidden, experts = 32, 4
+    assert [dense.form.top_k, sparse.form.top_k] == [0, 2]
+    extra = 2 * hidden + 4 * (hidden + experts)
+    assert sparse.work_bytes(7) - dense.work_bytes(7) == 7 * extra
+    widest = direct_pass(tiny_model("qwen2_moe", dtype=torch.bfloat16))
+    assert widest.work_bytes(1) == dense.work_bytes(1) + extra + 4  # a fifth expert
+
+
 def test_generation_uses_the_fused_pass(model, op_calls):
     ids = prompts((7,))[0]
     specdec_ext.generate(model, ids, drafter="ngram", max_new_tokens=8, do_sample=False)
@@ -273,6 +347,18 @@ def change_config(name, value):
     return lambda model: setattr(model.config, name, value)
 
 
+def change_code(path, function="forward", index=0):
+    """Give a module a class of its own with another function."""
+
+    def change(model):
+        module = layer(index, path)(model)
+        kind = type(module)
+        assert hasattr(kind, function)
+        module.__class__ = type(kind.__name__, (kind,), {function: lambda self, x, *_: x})
+
+    return change
+
+
 def change_norm_code(model):
     """The norm of Gemma has its arithmetic in another function than ``forward``."""
     kind = type(model.model.norm)
@@ -363,6 +449,24 @@ CHANGED_FAMILIES = {
     "dropout": ("phi3-window", own_dropout),
     "rows": ("phi3-window", fewer_rows),
     "rotation": ("phi3-half", rotate_too_much),
+    "top-k": ("mixtral", change_attribute("top_k", "mlp.gate", 1)),
+    "normalised": ("qwen3_moe", change_attribute("norm_topk_prob", "mlp.gate", False)),
+    "router-code": ("mixtral", change_code("mlp.gate")),
+    "experts-code": ("mixtral", change_code("mlp.experts")),
+    "experts-gate-code": ("mixtral", change_code("mlp.experts", "_apply_gate")),
+    "sparse-code": ("qwen2_moe", change_code("mlp")),
+    "shared-code": ("qwen2_moe", change_code("mlp.shared_expert")),
+    "dense-code": ("qwen3_moe-window", change_code("mlp")),
+    "experts-activation": (
+        "qwen2_moe",
+        change_attribute("act_fn", "mlp.experts", nn.GELU(), index=0),
+    ),
+    "shared-activation": (
+        "qwen2_moe",
+        change_attribute("act_fn", "mlp.shared_expert", nn.GELU(), index=0),
+    ),
+    "experts-dtype": ("mixtral", lambda m: layer(1, "mlp.experts")(m).double()),
+    "other-experts": ("mixtral", change_config("_experts_implementation_internal", "deepgemm")),
     "layer-norm": ("starcoder2-window", own_layer_norm),
     "layer-norm-eps": ("starcoder2-window", change_attribute("eps", "input_layernorm", 0.1)),
 }
@@ -404,6 +508,11 @@ FOLLOWED = {
     "joined-rows": ("phi3-half", lambda m: m.model.layers[0].self_attn.qkv_proj.weight.data.mul_(2)),
     "other-joined-rows": ("phi3-half", lambda m: setattr(layer(0, "self_attn.qkv_proj")(m).weight, "data",
         2 * layer(0, "self_attn.qkv_proj")(m).weight.data)),
+    "experts": ("mixtral", lambda m: layer(1, "mlp.experts")(m).down_proj.data.mul_(2)),
+    "router": ("qwen3_moe", lambda m: layer(0, "mlp.gate")(m).weight.neg_()),
+    "all-top-k": ("qwen3_moe", lambda m: [setattr(each.mlp.gate, "top_k", 1) for each in m.model.layers]),
+    "none-normalised": ("qwen3_moe", lambda m: [setattr(each.mlp.gate, "norm_topk_prob", False)
+        for each in m.model.layers]),
     "use-rope": ("smollm3", change_attribute("use_rope", "self_attn", 0, index=0)),
     "soft-caps": ("gemma2-window", lambda m: [setattr(each.self_attn, "attn_logit_softcapping", 0.5)
         for each in m.model.layers]),
@@ -478,6 +587,33 @@ def test_fused_pass_that_differs_is_not_used(model, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(scored(model).logits, expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_other_experts_by_rounding_are_no_difference(seed, recwarn):
+    """In bfloat16, a deep random model gives some tokens other experts in each way."""
+    sizes = dict(hidden_size=128, num_hidden_layers=12, moe_intermediate_size=32, num_experts=60)
+    model = random_model("qwen2_moe", seed, num_experts_per_tok=4, **sizes).bfloat16()
+    scored(model)
+    assert not recwarn and direct_pass(model) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_experts_are_a_difference(monkeypatch, dtype):
+    """With those of another layer, the logits of the first tree are unrelated."""
+    model, op = copy.deepcopy(tiny_model("mixtral", dtype=dtype)), ops.decoder_layers
+
+    def wrong(*arguments):
+        weights, form = list(arguments[3]), arguments[-1]
+        place, count = form.tensors.index("experts_down"), len(form.tensors)
+        for layer in range(3):
+            weights[layer * count + place] = weights[layer * count + place].flip(0)
+        return op(*arguments[:3], weights, *arguments[4:])
+
+    monkeypatch.setattr(ops, "decoder_layers", wrong)
+    with pytest.warns(UserWarning, match="its logits differ from those of the fused pass"):
+        scored(model)
+    assert direct_pass(model) is None
 
 
 def test_nan_logits_do_not_disable_the_fused_pass(model, recwarn):

@@ -28,6 +28,7 @@ from specdec_ext.reference.decoder_layers import decoder_layers as reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 6, 20, 28, 2
+EXPERTS, EXPERT_INNER = 5, 9
 PREFIXES = [(0, 9), (4, 5), (2, 0)]  # of each row, slot of the first token and number of tokens
 START = 9
 PARENTS = [-1, 0, 0, 1, 3]
@@ -35,6 +36,7 @@ OUTPUT_NORMS = {"attention_output_norm", "mlp_output_norm"}
 INPUT_NORMS = {"attention_norm", "mlp_norm"}
 HEAD_NORMS = {"query_norm", "key_norm"}
 BIASES = {f"{name}_bias" for name in LAYER_MATRICES}
+OF_EXPERTS = ("router", "experts_gate", "experts_down")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Design:
     rotations: int = 1
     wide_norms: bool = False
     wide_rotations: bool = False  # float32
+    sparse: tuple[int, ...] = ()  # layers with experts
+    has_shared: bool = False
+
+    def has(self, layer, name):
+        """Whether a layer has one of ``LAYER_TENSORS``."""
+        matrix = name.removesuffix("_bias")
+        if name in OF_EXPERTS:
+            return layer in self.sparse
+        if matrix == "shared_gate" and not (layer in self.sparse and self.has_shared):
+            return False
+        if matrix in ("gate", "up", "down") and layer in self.sparse and not self.has_shared:
+            return False
+        return (name in LAYER_MATRICES or name in self.optional) and matrix not in self.absent
 
 
 def design(*sets, absent=(), form=None, **fields):
@@ -77,6 +92,11 @@ DESIGNS = {
         kv_heads=HEADS, rotations=0, form=dict(norm=Norm.LAYER, activation=Activation.GELU_NEW,
         transposed=True, tables=(-1, -1))),
     "transposed": design(BIASES, form=dict(transposed=True)),
+    "mixtral": design(sparse=(0, 1), form=dict(top_k=2, normalised=True, wide_experts=True)),
+    "qwen-experts": design(BIASES, HEAD_NORMS, sparse=(1,), has_shared=True, form=dict(top_k=3)),
+    "one-expert": design(sparse=(0,), form=dict(top_k=1, normalised=True)),
+    "all-experts": design(OUTPUT_NORMS, absent=("up",), sparse=(0, 1), has_shared=True,
+        form=dict(top_k=EXPERTS, activation=Activation.GELU)),
 }  # fmt: skip
 
 
@@ -93,18 +113,21 @@ def random_case(dtype, name="qwen", *, windows=(0, 4), seed=0, hidden=HIDDEN, in
         **{"output": (hidden, queries), "down": (hidden, inner)},
         "query_norm": (queries if built.wide_norms else HEAD_DIM,),
         "key_norm": (keys if built.wide_norms else HEAD_DIM,),
+        "router": (EXPERTS, hidden),
+        "experts_gate": (EXPERTS, 2 * EXPERT_INNER, hidden),
+        "experts_down": (EXPERTS, hidden, EXPERT_INNER),
+        "shared_gate": (1, hidden),
     }
     if "key" in built.absent:
         sizes["query"] = (queries + 2 * keys, hidden)
     if "up" in built.absent:
         sizes["gate"] = (2 * inner, hidden)
     weights = []
-    for _ in range(LAYERS):
+    for layer in range(LAYERS):
         for each in LAYER_TENSORS:
             size = sizes.get(each) or (sizes.get(each.removesuffix("_bias"), (hidden,))[0],)
-            given = each in (LAYER_MATRICES if each in LAYER_MATRICES else built.optional)
-            given = given and each.removesuffix("_bias") not in built.absent
             size = size[::-1] if built.form.transposed else size
+            given = built.has(layer, each)
             weights.append(random(*size, scale=size[-1] ** -0.5) if given else random(0))
     weights.append(random(hidden))
     weights.append(random(hidden if built.form.norm == Norm.LAYER else 0))
@@ -354,9 +377,9 @@ def test_activations_of_all_bfloat16(activation, function):
 def with_exact_products(case):
     """The same layers with matrices that only pick inputs."""
     for i, tensor in enumerate(case["weights"]):
-        if tensor.ndim == 2:
-            eye = torch.zeros_like(tensor)
-            eye[torch.arange(len(eye)), torch.arange(len(eye)) % tensor.shape[1]] = 1.0
+        if tensor.ndim > 1:
+            eye, outs = torch.zeros_like(tensor), torch.arange(tensor.shape[-2])
+            eye[..., outs, outs % tensor.shape[-1]] = 1.0
             case["weights"][i] = eye
     return case
 
@@ -411,7 +434,7 @@ def test_a_node_does_not_depend_on_the_others_with_codes(dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["scales"].pop(), "scales must be empty, or 7 tensors for each of 2 layers, got 13"),
+        (lambda c: c["scales"].pop(), "scales must be empty, or 8 tensors for each of 2 layers, got 15"),
         (lambda c: c["scales"].__setitem__(3, torch.ones(5, 1)), r"argument scales\[3\] must be contiguous"),
         (lambda c: c["weights"].__setitem__(2, torch.zeros(24, 20)), r"weights\[2\] with scales must be"),
         (lambda c: c["weights"].__setitem__(10, torch.zeros(20, 5, dtype=torch.int8)),
@@ -472,7 +495,7 @@ def test_opcheck(make):
         ({"sines": [torch.zeros(3, 5, HEAD_DIM).double()]}, "sines must be torch.float32"),
         ({"cosines": []}, "sines must have as many tables as cosines, got 1 and 0"),
         ({"sines": [torch.zeros(5, 3, 6).transpose(0, 1)]}, "sines must be contiguous"),
-        ({"windows": [0]}, "weights must be 22 tensors for each of the layers"),
+        ({"windows": [0]}, "weights must be 27 tensors for each of the layers"),
         ({"windows": [0, -1]}, "windows must be 0"),
         ({"head_dim": 0}, "head_dim must be 1 or more"),
         ({"head_dim": 10}, "whole heads of 10"),
@@ -523,7 +546,7 @@ def test_rejects_prompts_that_do_not_follow_their_text(changes, message):
         ops.decoder_layers(**{**case, **changes})
 
 
-@pytest.mark.parametrize("index", [0, 2, 3, 8, 20, 44])
+@pytest.mark.parametrize("index", [0, 2, 3, 8, 20, 54])
 def test_rejects_a_weight_that_does_not_fit(index):
     case = random_case(torch.float32)
     case["weights"][index] = case["weights"][index].double()
@@ -535,7 +558,7 @@ def test_rejects_a_weight_that_does_not_fit(index):
     ("design", "name", "weight", "message"),
     [
         ("llama", "attention_norm_bias", torch.zeros(HIDDEN), "an RMS norm has no bias"),
-        ("phi", "up", torch.zeros(INNER, HIDDEN), "the first layer has no such matrix"),
+        ("phi", "key", torch.zeros(INNER, HIDDEN), "the first layer has no such matrix"),
         ("starcoder", "gate_bias", torch.zeros(INNER), "there is no matrix that it belongs to"),
     ],
 )
@@ -551,6 +574,7 @@ def test_rejects_weights_that_a_layer_does_not_have(design, name, weight, messag
     ("design", "name", "weight", "message"),
     [
         ("phi", "gate", torch.zeros(2 * INNER + 1, HIDDEN), "gates and ups of the same size"),
+        ("phi", "up", torch.zeros(INNER, HIDDEN), r"weights\[15\] must be \[28, 20\] with a contiguous"),
         ("phi", "query", torch.zeros(2 * KV_HEADS * HEAD_DIM, HIDDEN), "whole heads of 6"),
         ("neox", "query", torch.zeros(96, HIDDEN), "interleaved needs one matrix .* in one matrix"),
         ("neox", "query_norm", torch.zeros(HEADS * HEAD_DIM), "norms of single heads, if interleaved"),
@@ -573,8 +597,8 @@ def test_rejects_a_design_that_does_not_fit(design, name, weight, message):
 def test_absent_tensors_may_be_left_out(name):
     case = random_case(torch.float32, name)
     count = len(LAYER_TENSORS)
-    present = [i for i in range(count) if case["weights"][i].numel()][::-1]  # in any order
     layers = [case["weights"][first : first + count] for first in (0, count)]
+    present = [i for i in range(count) if any(own[i].numel() for own in layers)][::-1]  # any order
     shorter = copied(case)
     shorter["weights"] = [own[i] for own in layers for i in present] + case["weights"][-2:]
     tensors = tuple(LAYER_TENSORS[i] for i in present)
@@ -585,11 +609,149 @@ def test_absent_tensors_may_be_left_out(name):
     torch.testing.assert_close(reference(**again)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+def at(name, layer=LAYERS - 1):
+    return layer * len(LAYER_TENSORS) + LAYER_TENSORS.index(name)
+
+
+@pytest.mark.parametrize("name", ["qwen-experts", "mixtral", "all-experts"])
+def test_only_the_chosen_experts_are_read(name):
+    """NaN in an expert reaches the nodes that choose it, as many as ``top_k``, and no other bit."""
+    case = random_case(torch.float32, name)
+    expected = ops.decoder_layers(**copied(case)).output
+    choices = torch.zeros(expected.shape[:2])
+    for expert in range(EXPERTS):
+        poisoned = copied(case)
+        for each in OF_EXPERTS[1:]:
+            poisoned["weights"][at(each)][expert] = torch.nan
+        output = ops.decoder_layers(**poisoned).output
+        chosen = output.isnan().all(-1)
+        assert torch.equal(output[~chosen], expected[~chosen])
+        choices += chosen
+    assert (choices == case["form"].top_k).all()
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 3), (5, 2), (33, 8), (130, 2)])
+def test_ties_go_to_the_experts_that_torch_takes(experts, top_k):
+    """Half of the experts have equal logits, the other half have others."""
+    case, rng = random_case(torch.float32, "one-expert"), generator(3)
+    case["form"] = replace(case["form"], top_k=top_k)
+    router = torch.randn(experts, HIDDEN, generator=rng)
+    router[: (experts + 1) // 2] = 0
+    sizes = {"experts_gate": (2 * EXPERT_INNER, HIDDEN), "experts_down": (HIDDEN, EXPERT_INNER)}
+    case["weights"][at("router", 0)] = router[torch.randperm(experts, generator=rng)]
+    for each, size in sizes.items():
+        case["weights"][at(each, 0)] = torch.randn(experts, *size, generator=rng)
+    expected = reference(**copied(case))[1]
+    output = ops.decoder_layers(**copied(case)).output
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [random_case, lambda *args: prompt_case(args[0], 40, args[1])],
+    ids=["tree", "prompt"])  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_node_of_nan_keeps_its_experts_to_itself(dtype, make):
+    case = make(dtype, "qwen-experts")
+    expected = ops.decoder_layers(**copied(case)).output
+    case["input"][1] = torch.nan
+    output = ops.decoder_layers(**case).output
+    assert output[1].isnan().all()
+    assert torch.equal(output[0], expected[0])
+
+
+def test_experts_may_be_parts_of_larger_tensors():
+    case = random_case(torch.float32, "qwen-experts")
+    expected = ops.decoder_layers(**copied(case)).output
+    for each in OF_EXPERTS:
+        weight = case["weights"][at(each)]
+        larger = weight.new_full([size + 3 for size in weight.shape], torch.nan)
+        part = larger[tuple(slice(1, size + 1) for size in weight.shape)]
+        case["weights"][at(each)] = part.copy_(weight)
+    assert torch.equal(ops.decoder_layers(**case).output, expected)
+
+
+@pytest.mark.parametrize(("rows", "nodes"), [(0, 5), (3, 0)])
+@pytest.mark.parametrize("name", ["llama", "qwen-experts"])
+def test_no_rows_or_no_columns(name, rows, nodes):
+    case = prompt_case(torch.float32, nodes, name)
+    case.update(part_of(case, slice(rows)))
+    for each in ("prefix_starts", "prefix_lengths"):
+        case[each] = case[each][:rows]
+    case["caches"] = [cache[:rows] for cache in case["caches"]]
+    states, output = ops.decoder_layers(**case)
+    assert states.shape == (LAYERS, rows, nodes, HIDDEN) and output.shape == states.shape[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "message"),
+    [
+        ("router", torch.zeros(EXPERTS), r"must be \[outs, ins\], got shape \[5\]"),
+        ("router", torch.zeros(EXPERTS, HIDDEN + 1), r"must be \[5, 20\] with a contiguous"),
+        ("router", torch.zeros(HIDDEN, EXPERTS).T, r"must be \[5, 20\] with a contiguous"),
+        ("router", torch.zeros(EXPERTS, HIDDEN).double(), "must be .* of torch.float32 on the CPU, got"),
+        ("router", torch.zeros(0), r"must be empty \(the layer has no router\)"),
+        ("experts_gate", torch.zeros(EXPERTS, 18), r"must be \[experts, 2 \* inner, hidden\]"),
+        ("experts_gate", torch.zeros(EXPERTS, 9, HIDDEN), r"must be \[experts, 2 \* inner, hidden\]"),
+        ("experts_gate", torch.zeros(EXPERTS - 1, 18, HIDDEN), r"must be \[5, 18, 20\] with"),
+        ("experts_gate", torch.zeros(0), r"must be \[experts, 2 \* inner, hidden\], got shape \[0\]"),
+        ("experts_down", torch.zeros(EXPERTS, HIDDEN, 18), r"must be \[5, 20, 9\] with"),
+        ("experts_down", torch.zeros(EXPERTS, 9, HIDDEN).mT, r"must be \[5, 20, 9\] with"),
+        ("shared_gate", torch.zeros(2, HIDDEN), r"must be \[1, 20\] with"),
+        ("shared_gate", torch.zeros(0), r"must be \[1, 20\] with a contiguous last dimension"),
+        ("shared_gate_bias", torch.zeros(2), r"must be contiguous \[1\]"),
+        ("down", torch.zeros(0), r"must be \[20, 28\] with"),
+        ("gate", torch.zeros(INNER + 1, HIDDEN), r"must be \[28, 20\] with"),
+    ],
+)  # fmt: skip
+def test_rejects_experts_that_do_not_fit(name, weight, message):
+    case = random_case(torch.float32, "qwen-experts")
+    case["weights"][at(name)] = weight
+    index = at("experts_gate" if "no router" in message else name)
+    with pytest.raises(ValueError, match=rf"weights\[{index}\] {message}"):
+        ops.decoder_layers(**case)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shared_gate", "there is no shared expert"),
+        ("shared_gate_bias", "there is no matrix that it belongs to"),
+        ("gate_bias", "there is no matrix that it belongs to"),
+    ],
+)
+def test_rejects_parts_of_a_shared_expert_alone(name, message):
+    case = random_case(torch.float32, "mixtral")
+    case["weights"][at(name)] = torch.zeros(1, HIDDEN)
+    with pytest.raises(ValueError, match=rf"weights\[{at(name)}\] must be empty \({message}\)"):
+        ops.decoder_layers(**case)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"top_k": 0}, "top_k must be 1 to the number of experts, 5, got 0"),
+        ({"top_k": EXPERTS + 1}, "top_k must be 1 to the number of experts, 5, got 6"),
+    ],
+    ids=str,
+)
+def test_rejects_forms_of_experts(form, message):
+    case = random_case(torch.float32, "mixtral")
+    case["form"] = replace(case["form"], **form)
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**case)
+
+
+def test_rejects_experts_of_transposed_matrices():
+    case = random_case(torch.float32, "transposed")
+    case["weights"][at("router")] = torch.zeros(EXPERTS, HIDDEN)
+    with pytest.raises(ValueError, match="transposed does not go with a router"):
+        ops.decoder_layers(**case)
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (LAYER_TENSORS[:-1], "weights must be 21 tensors for each of the layers"),
-        ((*LAYER_TENSORS[:-1], "query"), r"tensors must be different numbers below 22, got \[0, 1"),
+        (LAYER_TENSORS[:-1], "weights must be 26 tensors for each of the layers"),
+        ((*LAYER_TENSORS[:-1], "query"), r"tensors must be different numbers below 27, got \[0, 1"),
     ],
 )
 def test_rejects_tensors_that_do_not_fit(tensors, message):
@@ -610,7 +772,7 @@ def test_rejects_layers_without_a_matrix(name):
         for i, each in enumerate(case["weights"])
         if i not in (index, index + len(LAYER_TENSORS))
     ]
-    with pytest.raises(ValueError, match=f"tensors must have number {index}, which every layer"):
+    with pytest.raises(ValueError, match=f"tensors must have number {index}, which layer 0 needs"):
         ops.decoder_layers(**case)
 
 

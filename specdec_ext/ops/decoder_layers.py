@@ -37,10 +37,15 @@ LAYER_TENSORS = (
     "down",
     "down_bias",
     "mlp_output_norm",
+    "router",
+    "experts_gate",
+    "experts_down",
+    "shared_gate",
+    "shared_gate_bias",
 )
 
-# The matrices among them, in the order of their scales.
-LAYER_MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+# The matrices that may be codes, in the order of their scales.
+LAYER_MATRICES = ("query", "key", "value", "output", "gate", "up", "down", "shared_gate")
 
 
 # The order of both enumerations is that of csrc/include/specdec/decoder_form.h.
@@ -90,6 +95,10 @@ class DecoderForm:
         transposed: matrices are stored as ``[ins, outs]`` (GPT-2); codes are not.
         softcap: attention scores become ``softcap * tanh(scores / softcap)``; 0 for none.
         residual_scale: factor of the outputs of attention and MLP before they are added.
+        top_k: number of experts that a node chooses in layers with a router.
+        normalised: the weights of the chosen experts are divided by their sum.
+        wide_experts: these weights, and the outputs times them, are float32 (Mixtral). Otherwise they are
+            rounded to the dtype.
         tables: of each layer, the index of its cosines and sines, -1 for no rotation; empty: 0 for all.
     """
 
@@ -101,6 +110,9 @@ class DecoderForm:
     transposed: bool = False
     softcap: float = 0.0
     residual_scale: float = 1.0
+    top_k: int = 0
+    normalised: bool = False
+    wide_experts: bool = False
     tables: tuple[int, ...] = ()
 
     @cached_property
@@ -116,6 +128,9 @@ class DecoderForm:
             self.transposed,
             self.softcap,
             self.residual_scale,
+            self.top_k,
+            self.normalised,
+            self.wide_experts,
         )
 
 
@@ -174,6 +189,12 @@ def decoder_layers(
             rows of all three; if ``up`` is absent, ``gate`` has the rows of both. ``query_norm`` and
             ``key_norm`` are ``[head_dim]``, or over all heads of queries and of keys. Only ``LayerNorm`` has
             a bias. Weights are not copied. A matrix may be the codes of a :class:`QuantisedWeight`.
+            A layer with a ``router`` ``[experts, hidden]`` has several MLPs: ``experts_gate [experts, 2 *
+            inner, hidden]``, the rows of gate and up, and ``experts_down [experts, hidden, inner]``. Each
+            node chooses some; only their weights are read, once for all nodes. If the layer has a
+            ``shared_gate [1, hidden]``, too, then ``gate``, ``up`` and ``down`` are the MLP of a shared
+            expert, which is multiplied by ``sigmoid(shared_gate(x))``. Layers may have MLPs of different
+            sizes.
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
         windows: the window of each layer as for ``tree_attention``, 0 for none.

@@ -104,7 +104,31 @@ def decoder_layers(
             return [part.flatten(-2) for part in by_head.unbind(-2)]
         return joined.split([joined.shape[-1] - 2 * keys, keys, keys], dim=-1)
 
+    def experts(x: Tensor) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        probabilities = F.linear(x, own["router"]).to(wide).softmax(-1)
+        shares, chosen = probabilities.topk(form.top_k)
+        if form.normalised:
+            shares = shares / shares.sum(-1, keepdim=True)
+        if not form.wide_experts:
+            shares = shares.to(x.dtype)
+        total = x.new_zeros(x.shape, dtype=wide)
+        for expert in chosen.unique().tolist():  # ascending
+            gate, up = F.linear(x, own["experts_gate"][expert]).chunk(2, dim=-1)
+            output = F.linear(activation(gate) * up, own["experts_down"][expert])
+            by = chosen == expert
+            share = shares.where(by, 0).sum(-1, keepdim=True)
+            total += (output * share).where(by.any(-1, keepdim=True), 0)
+        return total.to(x.dtype)
+
     def mlp(x: Tensor) -> Tensor:
+        if not own["router"].numel():
+            return single(x)
+        if not own["shared_gate"].numel():
+            return experts(x)
+        return experts(x) + linear(x, "shared_gate").sigmoid() * single(x)
+
+    def single(x: Tensor) -> Tensor:
         if not own["gate"].numel():
             return linear(activation(linear(x, "up")), "down")
         gate = linear(x, "gate")

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "routing.h"
 #include "specdec/cpu/isa.h"
 #include "specdec/math/exp.h"
 #include "specdec/math/gelu.h"

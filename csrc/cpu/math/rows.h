@@ -72,7 +72,7 @@ struct RowOps {
   void (*add)(FloatType type, const void* y, int64_t count, void* x);
   // out = silu(gate) * up for [2, count]: gate, then up
   void (*gate)(FloatType type, const void* gate_up, int64_t count, void* out);
-  // The next four compute like the modules of a model, which round to the type after every
+  // The next seven compute like the modules of a model, which round to the type after every
   // operation.
   void (*module_norm)(FloatType type, const void* x, const ModuleNorm& norm, int64_t count,
                       void* out);
@@ -84,6 +84,14 @@ struct RowOps {
                           int64_t count, void* out);
   // x += y * scale
   void (*module_add)(FloatType type, const void* y, float scale, int64_t count, void* x);
+  // x += y * sigmoid(gate); gate is one number
+  void (*module_add_gated)(FloatType type, const void* y, const void* gate, int64_t count, void* x);
+  // weights[i] = the weight of expert i, -1 if it is not chosen
+  void (*module_route)(FloatType type, const void* logits, const ModuleRouting& routing,
+                       int64_t experts, float* weights);
+  // sums += y * weight
+  void (*module_weigh)(FloatType type, const void* y, float weight, bool is_wide, int64_t count,
+                       float* sums);
   // Multiplies by scale in place, replaces NaN by -inf, and sums. `logits` has room up to a
   // multiple of kRowLanes.
   LogitSum (*sum_logits)(float scale, int64_t count, float* logits);

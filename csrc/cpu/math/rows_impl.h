@@ -226,6 +226,36 @@ SPECDEC_HOST_DEVICE void module_add_row(const T* __restrict y, float scale, int6
   }
 }
 
+template <typename T>
+SPECDEC_HOST_DEVICE void module_add_gated_row(const T* __restrict y, const T* gate, int64_t count,
+                                              T* __restrict x) {
+  module_add_row(y, rounded<T>(sigmoid(to_float(*gate))), count, x);
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void module_route_row(const T* __restrict logits, const ModuleRouting& routing,
+                                          int64_t experts, float* __restrict weights) {
+  float largest = -std::numeric_limits<float>::infinity(), sum = 0.0f;
+  for (int64_t i = 0; i < experts; ++i) largest = larger(to_float(logits[i]), largest);
+  for (int64_t i = 0; i < experts; ++i) {
+    weights[i] = exp_nonpositive(exact_add(to_float(logits[i]), -largest));
+  }
+  for (int64_t i = 0; i < experts; ++i) sum = exact_add(sum, weights[i]);
+  for (int64_t i = 0; i < experts; ++i) weights[i] = exact_div(weights[i], sum);
+  choose_experts(routing, experts, weights);
+  if (routing.is_wide) return;
+  for (int64_t i = 0; i < experts; ++i) weights[i] = rounded<T>(weights[i]);
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void module_weigh_row(const T* __restrict y, float weight, bool is_wide,
+                                          int64_t count, float* __restrict sums) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float product = exact_mul(to_float(y[i]), weight);
+    sums[i] = exact_add(sums[i], is_wide ? product : rounded<T>(product));
+  }
+}
+
 SPECDEC_ROWS_TARGET void module_norm(FloatType type, const void* x, const ModuleNorm& norm,
                                      int64_t count, void* out) {
   if (type == FloatType::kFloat32) {
@@ -261,6 +291,33 @@ SPECDEC_ROWS_TARGET void module_add(FloatType type, const void* y, float scale, 
     return module_add_row(static_cast<const float*>(y), scale, count, static_cast<float*>(x));
   }
   module_add_row(static_cast<const BFloat16*>(y), scale, count, static_cast<BFloat16*>(x));
+}
+
+SPECDEC_ROWS_TARGET void module_add_gated(FloatType type, const void* y, const void* gate,
+                                          int64_t count, void* x) {
+  if (type == FloatType::kFloat32) {
+    return module_add_gated_row(static_cast<const float*>(y), static_cast<const float*>(gate),
+                                count, static_cast<float*>(x));
+  }
+  module_add_gated_row(static_cast<const BFloat16*>(y), static_cast<const BFloat16*>(gate), count,
+                       static_cast<BFloat16*>(x));
+}
+
+SPECDEC_ROWS_TARGET void module_route(FloatType type, const void* logits,
+                                      const ModuleRouting& routing, int64_t experts,
+                                      float* weights) {
+  if (type == FloatType::kFloat32) {
+    return module_route_row(static_cast<const float*>(logits), routing, experts, weights);
+  }
+  module_route_row(static_cast<const BFloat16*>(logits), routing, experts, weights);
+}
+
+SPECDEC_ROWS_TARGET void module_weigh(FloatType type, const void* y, float weight, bool is_wide,
+                                      int64_t count, float* sums) {
+  if (type == FloatType::kFloat32) {
+    return module_weigh_row(static_cast<const float*>(y), weight, is_wide, count, sums);
+  }
+  module_weigh_row(static_cast<const BFloat16*>(y), weight, is_wide, count, sums);
 }
 
 SPECDEC_ROWS_TARGET void norm(FloatType type, const void* x, const RowNorm& norm, int64_t count,
@@ -359,6 +416,9 @@ constexpr RowOps kRows{.norm = norm,
                        .module_rotate = module_rotate,
                        .module_activate = module_activate,
                        .module_add = module_add,
+                       .module_add_gated = module_add_gated,
+                       .module_route = module_route,
+                       .module_weigh = module_weigh,
                        .sum_logits = sum_logits,
                        .couple_logits = couple_logits,
                        .pick_logits = pick_logits};

@@ -1,6 +1,8 @@
-// The norms and activation functions of decoder layers. The order is that of Norm and Activation in
-// specdec_ext/ops/decoder_layers.py.
+// The norms, activation functions and routing of decoder layers. The order is that of Norm and
+// Activation in specdec_ext/ops/decoder_layers.py.
 #pragma once
+
+#include <cstdint>
 
 namespace specdec {
 
@@ -27,6 +29,13 @@ struct ModuleNorm {
   const void* weight;  // [count]
   const void* bias;    // [count], or null; of kLayer only
   float eps;
+};
+
+// How a node chooses among the experts of a layer.
+struct ModuleRouting {
+  int64_t top_k;       // experts of a node
+  bool is_normalised;  // the weights of the chosen experts are divided by their sum
+  bool is_wide;        // weights and weighted outputs are float32, not rounded to the type
 };
 
 }  // namespace specdec

@@ -6,6 +6,14 @@
 //   h = h + norm(attention(q, cache) Wo) * residual_scale;  x = norm(h)
 //   h = h + norm((activation(x Wg) * x Wu) Wd) * residual_scale
 //
+// A layer may have several MLPs, the experts, of which each node chooses the top k by the
+// probabilities p = softmax(x Wr), in float32:
+//
+//   mlp(x) = sum of w_e expert_e(x) over the chosen experts, + sigmoid(x Ws) shared(x)
+//
+// w_e is p_e, which may be divided by the sum of the chosen ones. The sum over experts is in float32
+// in the order of the experts, and rounded once. Only matrices of chosen experts are read, each once.
+//
 // A layer does not have to have all norms, rotations and gates (Wg). In parallel layers, both parts
 // read the input: h = (mlp(norm(h)) + attention(norm(h))) + h. Results are rounded to the type after
 // every operation, as in a model that stores a tensor after each. Products follow linear.h (for few
@@ -37,6 +45,21 @@ struct DecoderNorm {
   const void* bias;
 };
 
+struct DecoderMlp {
+  DecoderMatrix gate;  // without an up: the rows of gate and up; null: the activation of up
+  DecoderMatrix up;
+  DecoderMatrix down;  // null: there is no MLP
+  int64_t inner;       // numbers of a node between the matrices
+};
+
+struct DecoderExperts {
+  DecoderMatrix router;  // an output for each expert; null: there are no experts
+  DecoderMlp first;      // the MLP of expert 0, with a joined gate and without biases
+  int64_t gate_stride;   // elements from expert to expert
+  int64_t down_stride;
+  DecoderMatrix shared_gate;  // one output; null: there is no shared expert
+};
+
 struct DecoderLayer {
   DecoderNorm attention_norm;  // [hidden], like all norms of a layer except query_norm and key_norm
   DecoderMatrix query;         // without a key: the rows of queries, keys and values
@@ -47,9 +70,8 @@ struct DecoderLayer {
   DecoderMatrix output;
   DecoderNorm attention_output_norm;
   DecoderNorm mlp_norm;
-  DecoderMatrix gate;  // without an up: the rows of gate and up; null: the activation of up
-  DecoderMatrix up;
-  DecoderMatrix down;
+  DecoderMlp mlp;  // if there are experts, that of the shared one
+  DecoderExperts experts;
   DecoderNorm mlp_output_norm;
   const void* cosines;  // [batch or 1, nodes, rotary] contiguous; null: no rotation
   const void* sines;
@@ -74,11 +96,13 @@ struct DecoderParams {
   int64_t heads;
   int64_t kv_heads;
   int64_t head_dim;
-  int64_t intermediate;
+  int64_t inner;          // the largest of all MLPs
+  int64_t experts;        // the largest number in a layer
   int64_t rotation_rows;  // of cosines and sines: batch or 1
   int64_t rotary;         // numbers of a head that are rotated; even
   NormKind norm;
   Activation activation;
+  ModuleRouting routing;
   bool head_norms_are_wide;  // query_norm and key_norm are over all heads of a node
   bool interleaved;          // one matrix has the rows head by head: query, key, value of each
   bool parallel;             // both parts of a layer read its input; no norms of their outputs

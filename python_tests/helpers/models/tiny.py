@@ -113,6 +113,7 @@ CACHES: dict[str, tuple[str, dict]] = {
     "moshi-window": ("moshi", {"sliding_window": 8, "ffn_dim": 64, "head_dim": 8}),
 }  # fmt: skip
 _HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 # Decoders that one op runs (the direct pass), beside some of those above.
 DECODERS: dict[str, tuple[str, dict]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
@@ -126,6 +127,12 @@ DECODERS: dict[str, tuple[str, dict]] = {
     "olmo3-window": ("olmo3", {"sliding_window": 8, "num_hidden_layers": 4}),
     "starcoder2-window": ("starcoder2", {"sliding_window": 8}),
     "gpt_neox": ("gpt_neox", {"rope_parameters": _HALF}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8}),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-window": ("qwen3_moe", {**_EXPERTS, "head_dim": 8, "num_experts_per_tok": 5,
+        "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8}),
     "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
 }  # fmt: skip
 CONFIGS |= COUNTING | BY_DISTANCE | CACHES | DECODERS
@@ -151,8 +158,8 @@ def random_model(
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 or ".experts." in name:
                 scale = 2.0 * parameter.shape[-1] ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     model.generation_config.eos_token_id = None

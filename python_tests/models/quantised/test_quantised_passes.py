@@ -22,7 +22,16 @@ from specdec_ext.models.passes.linears import row_invariant, row_invariant_linea
 from specdec_ext.models.quantised.linear import QuantisedLinear
 from specdec_ext.ops.quantise import QuantisedWeight
 
-FAMILIES = ["llama", "qwen3", "gemma3-window", "phi3-half", "olmo2", "gpt_neox", "gpt2"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma3-window",
+    "phi3-half",
+    "olmo2",
+    "gpt_neox",
+    "gpt2",
+    "qwen2_moe",
+]
 # Without a direct pass.
 OTHERS = ["phi", "deepseek_v3"]
 FORMATS = {

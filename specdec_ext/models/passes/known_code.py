@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from torch import nn
 from torch.nn.modules import module as module_hooks
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec_ext.models.passes.direct.families import Family
 from specdec_ext.models.passes.hidden_states import RecordingHook
@@ -21,8 +22,10 @@ from specdec_ext.models.patching.forwards import own_forward_replaced
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 _PACKAGE = Path(transformers.__file__).parent
 _CAPTURING = "transformers.utils.output_capturing"
+_EXPERTS_MODULE = "transformers.integrations.moe"
+_EXPERTS = ("grouped_mm", "batched_mm")
 # Functions of a module's class that compute; those that a class does not have are skipped.
-_FUNCTIONS = ("forward", "_norm")
+_FUNCTIONS = ("forward", "_norm", "_apply_gate")
 
 
 def has_code_of(family: Family, kinds: Mapping[str, Collection[Any]]) -> bool:
@@ -42,6 +45,15 @@ def has_code_of(family: Family, kinds: Mapping[str, Collection[Any]]) -> bool:
         return True
     rotations = {_rotation(each.forward) for each in kinds["Attention"]}
     return None not in rotations and rotations <= _rotations(family.classes["Attention"])
+
+
+def has_known_experts(config: Any) -> bool:
+    """Whether experts run by functions of transformers that compute the same up to rounding."""
+    name = config._experts_implementation
+    if name == "eager":
+        return True
+    function = ALL_EXPERTS_FUNCTIONS.get(name, None)
+    return name in _EXPERTS and getattr(function, "__module__", None) == _EXPERTS_MODULE
 
 
 def has_global_hooks() -> bool:

@@ -207,13 +207,15 @@ class Prefill:
         self, kind: str, prompt: Prompt, input_ids: Tensor, begin: int, end: int
     ) -> TargetOutput | None:
         """Run these columns by modules and directly; None if the logits differ."""
+        model, direct = self._modules.model, self._runner.direct
+        assert direct is not None
         by_modules = self._by_modules(prompt, input_ids, begin, end)
         self._cache.set_length(begin, self._cache.layers[0].slack)
         # What it writes to the cache replaces what the modules have written.
         output = self._directly(prompt, input_ids, begin, end)
         begun = prompt.first < end  # what is computed for padding depends on the attention
         logits = output.logits[begun], by_modules.logits[begun]
-        same = not begun.any() or agrees(self._modules.model, kind, *logits)
+        same = not begun.any() or agrees(model, direct, kind, *logits)
         return output if same else None
 
     def _read(

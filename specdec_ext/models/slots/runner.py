@@ -108,12 +108,14 @@ class PassRunner:
         self, tree: DraftTree, rows: RowLayout, block: TreeBlock, positions: Tensor
     ) -> bool:
         """Run this pass directly and by modules, and compare the logits; the cache stays as it was."""
+        assert self.direct is not None
         by_modules = self._score_by_modules(tree, rows, block, block.ancestors, positions)
         self._cache.set_length(rows.start, rows.slack)
         directly = self._score_directly(tree, block, positions)
         self._cache.set_length(rows.start, rows.slack)
         active = tree.parents > -2  # what is computed for absent nodes depends on the attention
-        return agrees(self.modules.model, TREE, directly.logits[active], by_modules.logits[active])
+        logits = directly.logits[active], by_modules.logits[active]
+        return agrees(self.modules.model, self.direct, TREE, *logits)
 
     def _score_directly(self, tree: DraftTree, block: TreeBlock, positions: Tensor) -> TargetOutput:
         """Run the pass with ``ops.decoder_layers`` instead of the model's modules."""

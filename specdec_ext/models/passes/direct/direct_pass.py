@@ -21,11 +21,15 @@ from transformers import PreTrainedModel
 
 from specdec_ext import ops
 from specdec_ext.models.cache.layers import RollbackLayer
-from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
+from specdec_ext.models.passes.agreement import (
+    TOLERANCE,
+    TOLERANCE_WITH_EXPERTS,
+    relative_difference,
+)
 from specdec_ext.models.passes.attention import TreeBlock
 from specdec_ext.models.passes.direct.families import Family
-from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks
-from specdec_ext.ops.decoder_layers import DecoderForm
+from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks, has_known_experts
+from specdec_ext.ops.decoder_layers import LAYER_TENSORS, DecoderForm
 from specdec_ext.ops.quantise import QuantisedWeight
 
 # Kinds of passes; see also end_of_prompt.
@@ -162,19 +166,35 @@ class DirectPass:
         Args:
             count: number of rows times columns or nodes.
         """
-        first_layer = self.weights[: len(self.form.tensors)]
-        outs = {"key": 0, "up": 0}
-        for name, weight in zip(self.form.tensors, first_layer, strict=True):
-            is_transposed = self.form.transposed and weight.is_floating_point()
-            if weight.ndim == 2:
-                outs[name] = weight.shape[1 if is_transposed else 0]
+        layers = [self._outs(layer) for layer in range(len(self.windows))]
         keys, hidden = 2 * self.kv_heads * self.head_dim, self.embedding.shape[1]
-        queries = outs["query"] if outs["key"] else outs["query"] - keys
-        inner = outs["up"] or outs["gate"] // 2
+        queries = layers[0]["query"] - (0 if layers[0]["key"] else keys)
+        inner = max(
+            max(outs["up"] or outs["gate"] // 2, outs["experts_gate"] // 2) for outs in layers
+        )
+        experts = max(outs["router"] for outs in layers)
         # The buffers of csrc/cpu/decoder_layers.cpp, between the embeddings, the states and the output.
-        widths = [hidden, hidden, max(queries + keys, 2 * inner), max(queries, inner), queries]
+        widths = [
+            hidden,
+            hidden,
+            max(queries + keys, 2 * inner, experts),
+            max(queries, inner),
+            queries,
+        ]
         kept = hidden * (len(self.windows) + 2 + self.form.parallel)
-        return count * (sum(widths) + kept) * self.embedding.element_size()
+        size = self.embedding.element_size()
+        of_experts = hidden * size + (hidden + experts) * torch.float32.itemsize if experts else 0
+        return count * ((sum(widths) + kept) * size + of_experts)
+
+    def _outs(self, layer: int) -> dict[str, int]:
+        """Return the number of outputs of all matrices of a layer, of one expert for those of experts."""
+        names = self.form.tensors
+        outs = dict.fromkeys(LAYER_TENSORS, 0)
+        for name, weight in zip(names, self.weights[layer * len(names) :], strict=False):
+            is_transposed = self.form.transposed and weight.is_floating_point()
+            if weight.ndim > 1:
+                outs[name] = weight.shape[-1 if is_transposed else -2]
+        return outs
 
 
 def end_of_prompt(columns: int) -> str:
@@ -191,18 +211,22 @@ def usable(model: PreTrainedModel, direct: DirectPass | None) -> DirectPass | No
         or has_global_hooks()
         # Classes and functions can be replaced at any time.
         or not has_code_of(direct.family, direct.kinds)
+        or (direct.form.top_k and not has_known_experts(model.config))
     ):
         return None
     return direct
 
 
-def agrees(model: nn.Module, kind: str, directly: Tensor, by_modules: Tensor) -> bool:
+def agrees(
+    model: nn.Module, direct: DirectPass, kind: str, directly: Tensor, by_modules: Tensor
+) -> bool:
     """Whether the logits of both ways differ by rounding only; remembered for this kind of passes."""
     error = relative_difference(directly, by_modules)
     if not math.isfinite(error):
         return False  # NaN or infinite logits prove nothing; not remembered
     agreed = _agreed.setdefault(model, {})
-    agreed[kind] = error <= TOLERANCE[by_modules.dtype]
+    tolerance = TOLERANCE_WITH_EXPERTS if direct.form.top_k else TOLERANCE
+    agreed[kind] = error <= tolerance[by_modules.dtype]
     if not agreed[kind]:
         warnings.warn(
             f"{type(model).__name__} has the code of a supported decoder, but its logits differ from those "

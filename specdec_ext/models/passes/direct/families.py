@@ -6,10 +6,11 @@ A family is data. ``reading.py`` looks up what it names in a model; ``known_code
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from specdec_ext.models.passes.attention import IMPLEMENTATION
-from specdec_ext.ops.decoder_layers import Norm
+from specdec_ext.ops.decoder_layers import LAYER_MATRICES, Norm
 
 # Kinds of modules whose code is compared, by the end of the names of their classes.
 _KINDS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
@@ -20,22 +21,61 @@ def _classes(*prefixes: str) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(prefix + kind for prefix in prefixes) for kind in _KINDS}
 
 
+def _classes_with_experts(prefix: str, without: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Of decoders with experts, without one kind."""
+    kinds = (*_KINDS, "SparseMoeBlock", "TopKRouter", "Experts")
+    return {kind: (prefix + kind,) for kind in kinds if kind != without}
+
+
 def _without_norms(classes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Of decoders with ``torch.nn.LayerNorm``."""
     return {kind: names for kind, names in classes.items() if kind != "RMSNorm"}
 
 
-@dataclass(frozen=True, eq=False)
-class Family:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerParts:
+    """Where the parts of a layer are, as paths in it.
+
+    Attributes:
+        modules: name in ``LAYER_TENSORS`` -> path of the module that has the weight.
+        parameters: name in ``LAYER_TENSORS`` -> path of the parameter, for routers and experts.
+        activations: paths of the activation functions of all MLPs.
+        idle: paths of modules that do nothing outside of training.
+    """
+
+    modules: Mapping[str, str]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    activations: tuple[str, ...] = ("mlp.act_fn",)
+    idle: frozenset[str] = frozenset()
+
+    @property
+    def matrices(self) -> list[str]:
+        """Paths of the linear layers."""
+        return [path for name, path in self.modules.items() if name in LAYER_MATRICES]
+
+    @property
+    def norms(self) -> list[str]:
+        """Paths of the norms."""
+        return [path for name, path in self.modules.items() if name not in LAYER_MATRICES]
+
+    @property
+    def paths(self) -> set[str]:
+        """Paths of all modules in a layer, with that of the layer itself."""
+        owners = {path.rpartition(".")[0] for path in self.parameters.values()}
+        leaves = {*self.modules.values(), *owners, *self.activations, *self.idle}
+        return {"", *leaves, *(path.rpartition(".")[0] for path in leaves)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Family(LayerParts):
     """Decoders whose layers compute the same, and where their parts are.
 
     Attributes:
         classes: kind of module -> classes with its code, as ``"folder.Class"`` of ``transformers.models``. If
             there is no RMSNorm, norms are ``torch.nn.LayerNorm``.
+        sparse: the parts of layers with experts, if others have none.
         layers: name in the decoder.
-        modules: name in ``LAYER_TENSORS`` -> path of the module in a layer that has the weight.
-        attention, activation: paths of these modules in a layer.
-        idle: paths of modules in a layer that do nothing outside of training.
+        attention: path of this module in a layer.
         embedding, final_norm: names in the decoder.
         positions: name in the decoder of the embedding of positions; None if positions are rotations.
         idle_in_decoder: like ``idle``, in the decoder.
@@ -49,17 +89,18 @@ class Family:
         rotates: attribute of the attention, whether the layer rotates at all; None if all do.
         softcap: attribute of the attention: cap of the scores or None.
         residual_scale, parallel: attributes of a layer.
+        normalised: attribute of a router, whether the weights of chosen experts are divided by their sum;
+            None if they always are.
+        wide_experts: as in :class:`specdec_ext.ops.decoder_layers.DecoderForm`.
         embedding_scale: attribute of the decoder.
         logits_divisor, logits_cap: attributes of the config.
         implementation: of attention, with which the modules compute the same.
     """
 
     classes: Mapping[str, tuple[str, ...]]
-    modules: Mapping[str, str]
+    sparse: LayerParts | None = None
     layers: str = "layers"
     attention: str = "self_attn"
-    activation: str = "mlp.act_fn"
-    idle: frozenset[str] = frozenset()
     embedding: str = "embed_tokens"
     positions: str | None = None
     final_norm: str = "norm"
@@ -75,16 +116,16 @@ class Family:
     softcap: str | None = None
     residual_scale: str | None = None
     parallel: str | None = None
+    normalised: str | None = None
+    wide_experts: bool = False
     embedding_scale: str | None = None
     logits_divisor: str | None = None
     logits_cap: str | None = None
     implementation: str = IMPLEMENTATION
 
-    @property
-    def paths(self) -> set[str]:
-        """Paths of all modules in a layer, with that of the layer itself."""
-        leaves = {*self.modules.values(), self.activation, *self.idle}
-        return {"", *leaves, *(path.rpartition(".")[0] for path in leaves)}
+    def of(self, layer: Any) -> LayerParts:
+        """Return the parts of this layer."""
+        return self.sparse if self.sparse is not None and "experts" in layer.mlp._modules else self
 
 
 _ATTENTION = {
@@ -130,6 +171,47 @@ _QWEN3 = replace(
     classes={**_MISTRAL.classes, "Attention": ("qwen3.Qwen3Attention",)},
     modules={**_MISTRAL.modules, **_HEAD_NORMS},
 )
+_WITH_EXPERTS = {**_ATTENTION, "mlp_norm": _MLP["mlp_norm"]}
+_EXPERTS = {
+    "router": "mlp.gate.weight",
+    "experts_gate": "mlp.experts.gate_up_proj",
+    "experts_down": "mlp.experts.down_proj",
+}
+_MIXTRAL = Family(
+    classes=_classes_with_experts("mixtral.Mixtral", without="MLP"),
+    modules=_WITH_EXPERTS,
+    parameters=_EXPERTS,
+    activations=("mlp.experts.act_fn",),
+    windowed=True,
+    wide_experts=True,
+)
+_QWEN2_MOE = Family(
+    classes=_classes_with_experts("qwen2_moe.Qwen2Moe"),
+    modules={**_ATTENTION, **_MLP},
+    sparse=LayerParts(
+        modules={
+            **_WITH_EXPERTS,
+            "gate": "mlp.shared_expert.gate_proj",
+            "up": "mlp.shared_expert.up_proj",
+            "down": "mlp.shared_expert.down_proj",
+            "shared_gate": "mlp.shared_expert_gate",
+        },
+        parameters=_EXPERTS,
+        activations=("mlp.experts.act_fn", "mlp.shared_expert.act_fn"),
+    ),
+    windowed=True,
+    normalised="norm_topk_prob",
+)
+_QWEN3_MOE = replace(
+    _QWEN2_MOE,
+    classes=_classes_with_experts("qwen3_moe.Qwen3Moe"),
+    modules={**_ATTENTION, **_MLP, **_HEAD_NORMS},
+    sparse=LayerParts(
+        modules={**_WITH_EXPERTS, **_HEAD_NORMS},
+        parameters=_EXPERTS,
+        activations=("mlp.experts.act_fn",),
+    ),
+)
 _GEMMA = Family(
     classes={
         **_classes("gemma.Gemma"),
@@ -174,7 +256,7 @@ _PHI3 = Family(
         "gate": "mlp.gate_up_proj",
         "down": "mlp.down_proj",
     },
-    activation="mlp.activation_fn",
+    activations=("mlp.activation_fn",),
     idle=frozenset({"resid_attn_dropout", "resid_mlp_dropout"}),
     windowed=True,
     partly_rotated=True,
@@ -206,7 +288,7 @@ _STARCODER2 = Family(
         "up": "mlp.c_fc",
         "down": "mlp.c_proj",
     },
-    activation="mlp.act",
+    activations=("mlp.act",),
     norm=Norm.LAYER,
     eps="eps",
     windowed=True,
@@ -225,7 +307,7 @@ _GPT_NEOX = Family(
         "down": "mlp.dense_4h_to_h",
     },
     attention="attention",
-    activation="mlp.act",
+    activations=("mlp.act",),
     idle=frozenset({"post_attention_dropout", "post_mlp_dropout"}),
     embedding="embed_in",
     final_norm="final_layer_norm",
@@ -256,7 +338,7 @@ _GPT2 = Family(
     },
     layers="h",
     attention="attn",
-    activation="mlp.act",
+    activations=("mlp.act",),
     idle=frozenset({"attn.attn_dropout", "attn.resid_dropout", "mlp.dropout"}),
     embedding="wte",
     positions="wpe",
@@ -279,5 +361,5 @@ FAMILIES = (
         _OLMO2,
         _OLMO3,
     ),
-    *(_STARCODER2, _GPT_NEOX, _GPT2),
+    *(_STARCODER2, _GPT_NEOX, _GPT2, _MIXTRAL, _QWEN2_MOE, _QWEN3_MOE),
 )

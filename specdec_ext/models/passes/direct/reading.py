@@ -7,7 +7,7 @@ is observed: hooks, a ``forward`` set on an instance, code from outside of trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.passes.direct.direct_pass import DirectPass
-from specdec_ext.models.passes.direct.families import FAMILIES, Family
+from specdec_ext.models.passes.direct.families import FAMILIES, Family, LayerParts
 from specdec_ext.models.passes.known_code import has_code_of, is_untouched
 from specdec_ext.models.passes.linears import is_readable, matrix_of
 from specdec_ext.ops.decoder_layers import (
@@ -54,12 +54,17 @@ def _read(model: Any, family: Family) -> DirectPass | None:
 def _parts(model: Any, decoder: Any, family: Family) -> dict[str, list[Any]]:
     """Return the modules whose code has to be that of the family, by kind."""
     layers = _layers(decoder, family)
+    sparse = _with_experts(layers, family)
+    experts = [each.experts for each in sparse]
     parts = {
         "ForCausalLM": [model],
         "Model": [decoder],
         "DecoderLayer": layers,
         "Attention": _each(layers, family.attention),
-        "MLP": [layer.mlp for layer in layers],
+        "MLP": [each for each in _mlps(layers, family) if each not in experts],
+        "SparseMoeBlock": sparse,
+        "TopKRouter": [each.gate for each in sparse],
+        "Experts": experts,
         "RMSNorm": _norms(decoder, family),
         "TextScaledWordEmbedding": [getattr(decoder, family.embedding)],
         "Conv1D": _uncoded(_matrices(layers, family)),
@@ -74,7 +79,7 @@ def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
     in_decoder = {family.embedding, family.layers, family.final_norm, positions}
     embeddings = [getattr(decoder, name) for name in (family.embedding, family.positions) if name]
     scales = "TextScaledWordEmbedding" in family.classes
-    idle = [module for path in family.idle for module in _each(layers, path)]
+    idle = _in_layers(layers, family, lambda parts: parts.idle)
     idle += [getattr(decoder, name) for name in family.idle_in_decoder]
     matrices = _matrices(layers, family)
     kind = Conv1D if "Conv1D" in family.classes else nn.Linear
@@ -83,7 +88,10 @@ def _has_modules_of(family: Family, model: Any, decoder: Any) -> bool:
         _children(model) == {model.base_model_prefix, "lm_head"}
         and _children(decoder) == in_decoder | family.idle_in_decoder
         and len(layers) == decoder.config.num_hidden_layers
-        and all({name for name, _ in layer.named_modules()} == family.paths for layer in layers)
+        and all(
+            {name for name, _ in layer.named_modules()} == family.of(layer).paths
+            for layer in layers
+        )
         and all(
             (type(each).__base__ if scales else type(each)) is nn.Embedding
             and each.max_norm is None
@@ -111,13 +119,16 @@ def _described(
     first: Any = attentions[0]
     head_dim: int = getattr(first, family.head_dim)
     kv_heads = _kv_heads(layers[0], first, head_dim, config, family)
-    activation, *others = {_activation(each) for each in _each(layers, family.activation)}
+    activations = _in_layers(layers, family, lambda parts: parts.activations)
+    activation, *others = set(map(_activation, activations))
+    routers = [each.gate for each in _with_experts(layers, family)]
     uniform = [
         *((layers, name) for name in (family.residual_scale, family.parallel)),
         *((attentions, name) for name in (family.softcap, family.head_dim, "scaling")),
         (norms, family.eps),
+        *((routers, name) for name in ("top_k", family.normalised) if routers),
     ]
-    found = [_weights(layer, family) for layer in layers]
+    found = [_weights(layer, family.of(layer)) for layer in layers]
     codes = [each for own in found for each in own.values() if isinstance(each, QuantisedWeight)]
     plain = [each for own in found for each in own.values() if isinstance(each, Tensor)]
     given = [embedding, positions, *plain, *_vectors(final)]
@@ -154,6 +165,9 @@ def _described(
         transposed="Conv1D" in family.classes,
         softcap=value(first, family.softcap) or 0.0,
         residual_scale=value(layers[0], family.residual_scale, 1.0),
+        top_k=routers[0].top_k if routers else 0,
+        normalised=bool(routers) and bool(value(routers[0], family.normalised, True)),
+        wide_experts=family.wide_experts,
         tables=tables,
     )
     return DirectPass(
@@ -186,9 +200,27 @@ def _each(layers: Sequence[Any], path: str) -> list[Any]:
     return [layer.get_submodule(path) for layer in layers]
 
 
+def _with_experts(layers: Sequence[Any], family: Family) -> list[Any]:
+    """Return the MLPs that have experts."""
+    return [layer.mlp for layer in layers if family.of(layer).parameters]
+
+
+def _in_layers(
+    layers: Sequence[Any], family: Family, paths: Callable[[LayerParts], Iterable[str]]
+) -> list[Any]:
+    """Return the modules of all layers at the paths that the parts of a layer give."""
+    return [layer.get_submodule(path) for layer in layers for path in paths(family.of(layer))]
+
+
+def _mlps(layers: Sequence[Any], family: Family) -> list[Any]:
+    """Return the modules that have an activation function."""
+    return _in_layers(
+        layers, family, lambda parts: [path.rpartition(".")[0] for path in parts.activations]
+    )
+
+
 def _matrices(layers: Sequence[Any], family: Family) -> list[Any]:
-    paths = [path for name, path in family.modules.items() if name in LAYER_MATRICES]
-    return [matrix for path in paths for matrix in _each(layers, path)]
+    return _in_layers(layers, family, lambda parts: parts.matrices)
 
 
 def _uncoded(matrices: Sequence[Any]) -> list[Any]:
@@ -197,8 +229,7 @@ def _uncoded(matrices: Sequence[Any]) -> list[Any]:
 
 
 def _norms(decoder: Any, family: Family) -> list[Any]:
-    paths = [path for name, path in family.modules.items() if name not in LAYER_MATRICES]
-    inside = [norm for path in paths for norm in _each(_layers(decoder, family), path)]
+    inside = _in_layers(_layers(decoder, family), family, lambda parts: parts.norms)
     return [*inside, getattr(decoder, family.final_norm)]
 
 
@@ -306,10 +337,10 @@ def _matrix(module: nn.Module) -> tuple[Tensor | QuantisedWeight, Tensor | None]
     return weight, bias
 
 
-def _weights(layer: Any, family: Family) -> dict[str, Tensor | QuantisedWeight]:
+def _weights(layer: Any, parts: LayerParts) -> dict[str, Tensor | QuantisedWeight]:
     """Return what a layer has of ``LAYER_TENSORS``."""
     found: dict[str, Tensor | QuantisedWeight] = {}
-    for name, path in family.modules.items():
+    for name, path in parts.modules.items():
         module = layer.get_submodule(path)
         weight, bias = _matrix(module) if name in LAYER_MATRICES else _vectors(module)
         if type(module) is Conv1D:
@@ -317,6 +348,9 @@ def _weights(layer: Any, family: Family) -> dict[str, Tensor | QuantisedWeight]:
         found[name] = weight
         if bias is not None:
             found[f"{name}_bias"] = bias
+    for name, path in parts.parameters.items():
+        owner, _, parameter = path.rpartition(".")
+        found[name] = layer.get_submodule(owner)._parameters[parameter]
     return found
 
 
