@@ -1,8 +1,8 @@
 """``ReplayGraph``: does on the CPU what a CUDA graph does on a GPU, so that recordings can be tested there.
 
-A CUDA graph calls no Python. It repeats the launches of the first run with the addresses, shapes and numbers that
-they had, and leaves the results where the first run left them. So anything that Python would do differently in
-a later round shows in the text.
+A CUDA graph calls no Python. It repeats the launches of the first run with the addresses, shapes and numbers
+that they had, and leaves the results where the first run left them. So anything that Python would do
+differently in a later round shows in the text.
 """
 
 from __future__ import annotations

@@ -159,6 +159,11 @@ class Drafter:
             f"{type(self).__name__} must define propose(context) -> DraftTree"
         )
 
+    @property
+    def waits_for_host(self) -> str:
+        """The name of the drafter that never drafts ahead, of this one and its parts; "" if there is none."""
+        return type(self).__name__ if type(self).nodes_ahead is Drafter.nodes_ahead else ""
+
     def nodes_ahead(self, last: CommittedRound, context: Context) -> int | None:
         """Return the number of nodes of the trees of :meth:`draft_ahead`, if it were called now.
 

@@ -128,6 +128,10 @@ class CombinedDrafter(Drafter):
     def _copies_only(self, context: Context) -> bool:
         return isinstance(context.shape, Lookup) and self._separable
 
+    @property
+    def waits_for_host(self) -> str:
+        return self.retrieval.waits_for_host or self.model_based.waits_for_host
+
     def nodes_ahead(self, last: CommittedRound, context: Context) -> int | None:
         copied = self.retrieval.nodes_ahead(last, context)
         if copied is None or self._copies_only(context):

@@ -396,6 +396,10 @@ class Target(ABC):
         """Count a round that was committed or replayed, and begin to copy its result to the host."""
         raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
 
+    def tell_round_reason(self, reason: str) -> None:
+        """Log why some rounds are not recorded as a whole, if passes are; ``reason`` is a clause."""
+        return
+
     def run_round(self, fixed: FixedDraft | str, num_nodes: int, compute: Callable[[], T]) -> T:
         """Compute a round that needs nothing from the host, as one recording if possible.
 

@@ -50,8 +50,8 @@ class GraphRunner:
 
     Attributes:
         reason: a clause that says why passes of this call are not recorded; "" if they are.
-        round_reason: a clause that says why rounds of this call are not recorded as a whole; "" if they are,
-            or if none was asked for.
+        round_reason: a clause that says why no further round of this call is recorded as a whole; "" if
+            rounds are, as far as they ask for it.
         least_nodes: a tree with drafts is filled up to at least this number of nodes, that of the shape which
             was asked for last.
 
@@ -69,6 +69,7 @@ class GraphRunner:
         )
         self.least_nodes = 1
         self.reason = self.round_reason = ""
+        self._told: set[str] = set()
         if reason := _obstacle(modules):
             self.refuse(reason)
 
@@ -169,14 +170,14 @@ class GraphRunner:
                 value = recorded.run(compute)
         except NotRecordableError as refusal:
             # Only the commit, after which nothing fails, changes what later work reads.
-            self.refuse_rounds(str(refusal))
+            self._refuse_rounds(str(refusal))
             return compute()
         try:
             with self._in_round():
                 recorded.record(compute)
             arena.rounds[key] = recorded
         except NotRecordableError as refusal:
-            self.refuse_rounds(str(refusal))
+            self._refuse_rounds(str(refusal))
         return value
 
     @contextmanager
@@ -188,10 +189,15 @@ class GraphRunner:
         finally:
             self._is_in_round = False
 
-    def refuse_rounds(self, reason: str) -> None:
+    def _refuse_rounds(self, reason: str) -> None:
         """Record passes, but no further whole round of this call; ``reason`` is a clause."""
-        if not (self.reason or self.round_reason):
-            self.round_reason = reason
+        self.round_reason = reason
+        self.tell_round_reason(reason)
+
+    def tell_round_reason(self, reason: str) -> None:
+        """Log why some rounds of this call are not recorded as a whole; ``reason`` is a clause."""
+        if not self.reason and reason not in self._told:
+            self._told.add(reason)
             model = type(self._modules.model).__name__
             _log.info("passes of %s are recorded, whole rounds are not: %s", model, reason)
 

@@ -22,7 +22,7 @@ from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
 
 # The most nodes of a tree whose features are gathered, which takes memory for each of them.
 FEATURE_NODES = 128
-# The state has room for a multiple of this number of end-of-sequence ids. An unused place holds NO_TOKEN.
+# The state has room for multiples of this number of end-of-sequence ids. An unused place holds NO_TOKEN.
 EOS_IDS = 8
 NO_TOKEN = -1
 # The rows of :attr:`RoundState.noise` and :attr:`RoundState.filters`.
@@ -75,7 +75,7 @@ class RoundState:
         return cls(
             zeros(len(RoundNumbers._fields), rows),
             zeros(rows, columns),
-            zeros(0),
+            zeros(EOS_IDS).fill_(NO_TOKEN),
             zeros(rows, ops.MAX_NODES),
             zeros(1, RoundEntry.size(rows, ops.MAX_NODES)),
             zeros(2, dtype=torch.int32),
@@ -110,12 +110,11 @@ class RoundState:
         active, (lengths, limits) = len(texts.lengths), ends
         if texts.eos != self._eos:
             self._eos = texts.eos
-            padded = [*texts.eos, *[NO_TOKEN] * (-len(texts.eos) % EOS_IDS)]
-            eos = torch.tensor(padded, dtype=torch.long, device=self.text.device)
-            if len(eos) == len(self.eos):
-                self.eos[:] = eos
-            else:
-                self.eos = eos
+            if len(texts.eos) > len(self.eos):
+                places = -(-len(texts.eos) // EOS_IDS) * EOS_IDS
+                self.eos = self.eos.new_empty(places)
+            padded = [*texts.eos, *[NO_TOKEN] * (len(self.eos) - len(texts.eos))]
+            self.eos[:] = torch.tensor(padded, dtype=torch.long, device=self.text.device)
         if texts.rules is not None:
             self._set_rules(texts.rules)
         self.text[active - len(texts.new) : active, : texts.new.shape[1]] = texts.new

@@ -285,11 +285,15 @@ class SlotTarget(Target):
         assert self._state is not None
         return self._state.launched(committed)
 
+    def tell_round_reason(self, reason: str) -> None:
+        if self.runner.graphs is not None:
+            self.runner.graphs.tell_round_reason(reason)
+
     def run_round(self, fixed: FixedDraft | str, num_nodes: int, compute: Callable[[], T]) -> T:
         state, graphs = self._state, self.runner.graphs
         assert state is not None and graphs is not None
         if isinstance(fixed, str):
-            graphs.refuse_rounds(fixed)
+            graphs.tell_round_reason(fixed)
             return compute()
         rows, limit = len(self._rows.ends), self.runner.invariant_rows
         key = fixed.key, state.has_filters
