@@ -277,9 +277,8 @@ class DecodingLoop:
             current = self._start(self._roots())
             accepted = self._verify(current, is_latest=True)
         self._is_void = False
-        if (
-            current.is_ahead
-        ):  # the device knows where a row ends, but not that its last token needs no draft
+        if current.is_ahead:
+            # The device knows where a text ends, but not that its last token needs no draft.
             deepest = (max(0, *depths) for depths in tree.depths)
             accepted.drafted = [*map(min, accepted.drafted, deepest)]
         return tree, current.output, accepted

@@ -54,9 +54,9 @@ def test_recorded_round_is_one_launch_and_one_copy(monkeypatch, engine, drafter)
     """Draft, pass, verification and commit are one replay, whose result is copied to the host.
 
     No replay differs from the one before in a call, an address, a shape or a number, and none copies
-    anything between host and device. The host waits for a round only after it has launched the next one, and repeats the shapes of that round.
-    It reads trees, and writes them, only in rounds that are not started ahead: the first ones, and after a
-    row has ended or joined.
+    anything between host and device. The host waits for a round only after it has launched the next one, and
+    repeats the shapes of that round. It reads trees, and writes them, only in rounds that are not started
+    ahead: the first ones, and after a row has ended or joined.
     """
     original, calls = count_round.Counting.report, {}
     replays = {}  # graph -> the calls of its last run

@@ -64,10 +64,10 @@ def check_same(ours, theirs):
         torch.testing.assert_close(mine.values, other.values, rtol=0, atol=1e-5)
 
 
-def check_call(make, batch, decoding, **kwargs):
-    """A call with recorded rounds is that without recordings."""
+def check_call(make, batch, decoding, used=None, **kwargs):
+    """A call with recorded rounds is that without recordings, for the drafter ``used`` if it is given."""
     theirs = generate(make(), batch, decoding, speculation="fixed", **kwargs)
-    check_same(generate(make(), batch, decoding, **FIXED, **kwargs), theirs)
+    check_same(generate(used or make(), batch, decoding, **FIXED, **kwargs), theirs)
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "sampled"])
@@ -77,16 +77,16 @@ def test_calls_are_those_without_recordings(name, batch, decoding, made):
     """The calls have other ends, seeds and lengths, and the recordings of those before."""
     sampled = dict(seed=11, temperature=1.3) if decoding == "sampled" else {}
     drafter = AHEAD[name]()
-    check_call(lambda: drafter, batch, decoding)
+    check_call(AHEAD[name], batch, decoding, drafter)
     assert ReplayGraph.replays > NEW_TOKENS / 3
     for kwargs in (
         late_ends(batch, decoding),
         dict(max_new_tokens=NEW_TOKENS + 9, **sampled),
         {},
     ):
-        check_call(lambda: drafter, batch, decoding, **kwargs)
+        check_call(AHEAD[name], batch, decoding, drafter, **kwargs)
     made.clear()
-    check_call(lambda: drafter, batch, decoding)
+    check_call(AHEAD[name], batch, decoding, drafter)
     assert not made
 
 
