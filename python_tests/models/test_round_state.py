@@ -142,7 +142,8 @@ def test_head_reads_the_last_round_on_the_device(name, batch, decoding, states, 
     original, calls = HeadDrafter._run, []
 
     def run(self, tree, texts, features, *numbers):
-        on_device = any(features.data_ptr() == each.new_features.data_ptr() for each in states)
+        kept = [each.new_features for each in states if each.new_features is not None]
+        on_device = any(features.data_ptr() == each.data_ptr() for each in kept)
         counts, _, positions, _ = numbers
         ends = (positions + counts).tolist()
         tokens, parents = original(self, tree, texts, features, *numbers)
