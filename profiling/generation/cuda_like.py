@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
 import torch
@@ -43,6 +43,7 @@ from generation.trace import (
 from specdec_ext.models.graphs import arena
 from specdec_ext.models.graphs.graph import Graph
 
+T = TypeVar("T")
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 CAPABILITY = (9, 0)
@@ -237,10 +238,10 @@ class FakeEvent:
 
 
 class FakeGraph(Graph):
-    """Stands for a CUDA graph: every run computes the function and is reported as one launch.
+    """Stands for a CUDA graph: every run calls the function and is reported as one launch.
 
     Attributes:
-        inside: gets the calls of the function, which a graph would record at its first run.
+        inside: gets the calls of the function, which a graph would record.
     """
 
     inside: ClassVar[Report] = staticmethod(lambda call: None)
@@ -248,10 +249,13 @@ class FakeGraph(Graph):
     def __init__(self, device: torch.device, pool: Any):
         pass
 
-    def run(self, function: Callable[[], None]) -> None:
+    def run(self, function: Callable[[], T]) -> T:
         _device.asked(LAUNCH, "graph launch")
         with reporting(FakeGraph.inside):
-            function()
+            return function()
+
+    def record(self, function: Callable[[], object]) -> None:
+        pass
 
 
 def _inner(value: Any) -> Any:

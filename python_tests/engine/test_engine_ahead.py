@@ -379,7 +379,8 @@ def test_drafts_that_spoil_a_row_void_the_round(name, rounds, monkeypatch):
         if tree.num_nodes > 1 and tree.num_rows > 1:
             passes.append(tree)
             if len(passes) % 4 in (0, 1):
-                output.logits[1] = torch.nan
+                with torch.inference_mode():
+                    output.logits[1] = torch.nan
         return output
 
     monkeypatch.setattr(PassRunner, "score", score)
@@ -396,7 +397,8 @@ def test_row_with_invalid_logits_ends_alone(name, rounds, monkeypatch):
     def score(self, tree, rows):
         output = original(self, tree, rows)
         if tree.num_rows == 3 and len(handles[1].tokens) > 8:
-            output.logits[1] = torch.nan
+            with torch.inference_mode():
+                output.logits[1] = torch.nan
         return output
 
     monkeypatch.setattr(PassRunner, "score", score)

@@ -65,10 +65,12 @@ def test_shape_is_recorded_when_it_is_needed_for_the_third_time(monkeypatch):
     monkeypatch.setattr(target_module, "RECORDING_DEVICES", ("cpu",))
     output = ngram("one", "auto")
     assert torch.equal(output.sequences, expected)
-    shapes = len(arena().uses)
-    missed = sum(min(uses, runner.RECORDED_AT - 1) for uses in arena().uses.values())
-    assert len(calls) == output.speculation_stats.steps - missed
-    assert 0 < len(arena().passes) <= shapes
+    uses, passes = arena().uses, arena().passes
+    shapes = [key for key in uses if len(key) == len(next(iter(passes)))]
+    missed = sum(min(uses[key], runner.RECORDED_AT - 1) for key in shapes)
+    rounds = output.speculation_stats.steps - missed
+    assert sum(uses[key] >= runner.RECORDED_AT for key in shapes) == len(passes)
+    assert len(passes) <= len(calls) <= rounds  # the others are parts of whole recordings
 
 
 def test_calls_of_a_model_share_buffers_and_recordings():
@@ -268,7 +270,7 @@ def traces_of_rounds(model, rows: int, parents: tuple[int, ...], graphs: bool) -
     target.record_hidden_states((0, 1, 2))
     target.prefill(CudaLike(prompt["input_ids"]), CudaLike(mask) if rows > 1 else None)
     traces = []
-    for seed in range(2):
+    for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(
             1, model.config.vocab_size, (rows, len(parents)), generator=generator
@@ -289,7 +291,7 @@ def traces_of_rounds(model, rows: int, parents: tuple[int, ...], graphs: bool) -
         target.commit(*accepted, (path, counts))
     if graphs:
         target.runner.graphs.finish()
-    return traces
+    return traces[1:]  # the first one records the pass
 
 
 @pytest.mark.parametrize("name", TINY)

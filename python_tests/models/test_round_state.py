@@ -124,7 +124,8 @@ def test_text_and_statistics_are_those_of_the_host(name, batch, decoding, states
         )
         assert torch.equal(ours.sequences, theirs.sequences)
         assert counters(ours) == counters(theirs)
-    assert len(states) == 2 and all(state.rounds for state in states)
+        assert states[0].rounds
+    assert len(states) == 1  # the calls of a model share it
 
 
 @pytest.mark.usefixtures("by_modules")
@@ -135,10 +136,12 @@ def test_head_reads_the_last_round_on_the_device(name, batch, decoding, states, 
     """Every draft is that of a head that is given the features by the host, also after rows have ended."""
     original, calls = HeadDrafter._run, []
 
-    def run(self, tree, texts, features, counts, last):
-        on_device = any(counts.data_ptr() == each.numbers[-1].data_ptr() for each in states)
-        ends = (self._cache.on_device[1] + counts).tolist()
-        tokens, parents = original(self, tree, texts, features, counts, last)
+    def run(self, tree, texts, features, *numbers):
+        kept = [each.new_features for each in states if each.new_features is not None]
+        on_device = any(features.data_ptr() == each.data_ptr() for each in kept)
+        counts, _, positions, _ = numbers
+        ends = (positions + counts).tolist()
+        tokens, parents = original(self, tree, texts, features, *numbers)
         drafts = zip(ends, *(map(tuple, x.tolist()) for x in (tokens, parents)), strict=True)
         read = counts.tolist()
         calls.append((on_device, {(i, *x) for i, x in enumerate(drafts) if read[i]}))
@@ -224,7 +227,8 @@ def test_void_round_is_repeated_without_drafts(states, monkeypatch):
         output = original(self, tree, rows)
         passes.append(tree)
         if tree.num_nodes > 1 and len(passes) % 3 == 0:
-            output.logits[1:] = torch.nan
+            with torch.inference_mode():
+                output.logits[1:] = torch.nan
         return output
 
     monkeypatch.setattr(PassRunner, "score", score)
@@ -242,7 +246,8 @@ def test_invalid_logits_are_an_error_that_names_the_position(monkeypatch):
         output = original(self, tree, rows)
         passes.append(tree)
         if len(passes) == 4:
-            output.logits[:] = torch.nan
+            with torch.inference_mode():
+                output.logits[:] = torch.nan
         return output
 
     monkeypatch.setattr(PassRunner, "score", score)
@@ -274,9 +279,9 @@ def test_copies_and_drafts_of_two_drafters_share_a_state(states):
     assert counters(ours) == counters(theirs)
 
 
-def test_ring_keeps_the_latest_entries(states):
+def test_ring_keeps_the_latest_entry(states):
     generate(DRAFTERS["ngram"](), "one", "greedy", graphs=True, speculation="fixed")
     (state,) = states
-    assert sorted(state.ring[:, 0].tolist()) == [state.rounds - 1, state.rounds]
     assert state.clock.tolist() == [state.rounds, 0]
-    assert ops.RoundEntry.of(state.ring[(state.rounds - 1) % 2], 1, 1).round == state.rounds
+    (entry,) = state.ring
+    assert ops.RoundEntry.of(entry, 1, 1).round == state.rounds

@@ -36,6 +36,11 @@ class Batch(ABC):
     stats: SpeculationStats
     undrafted: Collection[int] = ()
 
+    @property
+    @abstractmethod
+    def keeps_passes(self) -> bool:
+        """Whether logits or other outputs of the passes are read after the verification."""
+
     @abstractmethod
     def stage(self) -> None:
         """Begin a round: stage what its verification needs on the device."""
@@ -69,7 +74,10 @@ class Batch(ABC):
     def verify_on_device(
         self, tree: DraftTree, logits: Tensor, root_positions: Tensor | None
     ) -> ops.MatchResult:
-        """Verify trees without reading the result; see :meth:`Sampler.verify_on_device`."""
+        """Verify trees without reading the result, if there are no rules (:attr:`RoundTexts.rules`).
+
+        See :meth:`Sampler.verify_on_device`.
+        """
         raise NotImplementedError(f"{type(self).__name__} can't be verified on the device alone")
 
     @abstractmethod
@@ -173,6 +181,10 @@ class Call(Batch):
         alarm = DraftAlarm(stats, drafter.low_acceptance_hint if drafter else "")
         return cls(context, sampler, stop, recorder, stats, alarm)
 
+    @property
+    def keeps_passes(self) -> bool:
+        return self.recorder.keeps_passes
+
     def stage(self) -> None:
         self.sampler.stage(self.context)
 
@@ -253,6 +265,7 @@ class Call(Batch):
             [limit] * len(rows),
             self.stop.eos_ids,
             (len(rows), max(limit, text.shape[1])),
+            self.sampler.row_rules,
         )
 
     def going(self) -> list[int]:

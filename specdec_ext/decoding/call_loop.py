@@ -38,7 +38,9 @@ class CallLoop(DecodingLoop):
             call.recorder.prompt(output)
             self._verify(Round(tree, output), is_latest=True)
         self._begin_rounds()
-        self._may_run_ahead = self._may_run_ahead and not call.sampler.needs_draft_probs
+        if call.sampler.needs_draft_probs:
+            self._may_run_ahead = False
+            target.tell_round_reason("drafts are verified by another rule than 'match'")
         if drafter is not None:
             drafter.start(context, target.model, output)
         if policy is not None:

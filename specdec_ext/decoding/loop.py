@@ -10,15 +10,18 @@ the batch when that round has been read.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import nvtx
+from torch import Tensor
 
 from specdec_ext.decoding.call import Batch
 from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.models import Target, TargetOutput
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, FixedDraft
 from specdec_ext.schedule.policy import Policy
+from specdec_ext.tree.config import Lookup
 from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT, DraftTree
 from specdec_ext.verify.sampler import Accepted, SpoiltLogits
 
@@ -31,13 +34,20 @@ class Round:
         tree: what is verified.
         output: its scores.
         committed: the round on the device; None if the host verifies and commits it.
-        draft: the draft ahead; None for other rounds.
+        is_ahead: whether it was drafted before the host has read the round before.
     """
 
     tree: DraftTree
     output: TargetOutput
     committed: CommittedRound | None = None
-    draft: DraftAhead | None = None
+    is_ahead: bool = False
+
+    def keep(self) -> None:
+        """Copy what a recording has lent and its next replay overwrites, if something may read it then."""
+        if self.output.is_lent:
+            self.output = self.output.copied()
+            assert self.committed is not None
+            self.committed.verdict = self.committed.verdict.copied()
 
 
 class DecodingLoop:
@@ -57,7 +67,7 @@ class DecodingLoop:
         self.batch, self.context, self.stats = batch, batch.context, batch.stats
         self._layout = list(range(len(self.context.generated)))  # row of the cache -> original row
         self._num_logits = 0
-        self._commits_on_device = self._may_run_ahead = False
+        self._commits_on_device = self._may_run_ahead = self._has_rules = False
         self._is_void = False  # whether drafts spoilt the last round that was read
         self._ahead: Round | None = None
         self._draft, self._scoring, self._commit = (
@@ -73,9 +83,15 @@ class DecodingLoop:
         before = self._commits_on_device
         self._commits_on_device = self.target.commits_rounds and self.batch.decides()
         if self._commits_on_device:
-            self.target.begin_rounds(self.batch.texts(known))
+            texts = self.batch.texts(known)
+            self._has_rules = texts.rules is not None
+            self.target.begin_rounds(texts)
         elif before:
             self.target.end_rounds()
+        if self.target.commits_rounds and not self._commits_on_device:
+            self.target.tell_round_reason("the host decides which tokens are emitted")
+        if self.drafter is not None and (name := self.drafter.waits_for_host):
+            self.target.tell_round_reason(f"{name} needs the last round on the host")
         self._may_run_ahead = self._commits_on_device
 
     def step(self, goes_on: bool = True) -> None:
@@ -99,6 +115,8 @@ class DecodingLoop:
         with self._scoring:
             if current is None:
                 current = self._start(tree)
+            if drafter is not None and self._ahead is None:
+                current.keep()  # it commits the outputs
             verified = self._read(current)
         if verified is None:
             return
@@ -108,8 +126,8 @@ class DecodingLoop:
             self.target.commit(accepted.path, accepted.num_accepted, accepted.on_host)
             if drafter is not None and policy is not None:
                 drafter.commit(context, accepted, output)
-                if current.draft is not None and current.tree.num_nodes > 1:
-                    policy.verified(tree, current.draft.lookups)
+                if current.is_ahead and current.tree.num_nodes > 1:
+                    policy.verified(tree, self._lookups(current, drafter))
                 policy.learn(accepted, context, current.tree.num_nodes)
 
     def _propose(self) -> DraftTree:
@@ -148,26 +166,46 @@ class DecodingLoop:
         before_end = map(target.context_room, context.root_positions)
         return [*map(min, useful, target.draft_room, before_end)]
 
-    def _start(
-        self, tree: DraftTree, last: CommittedRound | None = None, draft: DraftAhead | None = None
+    def _start(self, tree: DraftTree) -> Round:
+        """Score a tree, and verify and commit it on the device if that is possible."""
+        if not self._commits_on_device:
+            return Round(tree, self.target.forward(tree))
+        return self._launched(self._computed(tree), is_ahead=False)
+
+    def _computed(
+        self,
+        tree: DraftTree,
+        root_positions: Tensor | None = None,
+        match_lengths: Tensor | None = None,
     ) -> Round:
-        """Score a tree, and verify and commit it on the device if that is possible.
+        """Score, verify and commit a tree on the device.
+
+        A recorded round repeats this work, so nothing that the host has to remember is done here.
 
         Args:
             tree: what to verify.
-            last: the last round, if the host has not read it.
-            draft: the draft after ``last``.
+            root_positions: of its roots, if the host does not know them.
+            match_lengths: see :class:`CommittedRound`.
         """
         output = self.target.forward(tree)
-        if not self._commits_on_device:
-            return Round(tree, output)
-        positions = None if last is None else last.numbers.root_positions
-        verdict = self.batch.verify_on_device(tree, output.logits, positions)
-        return Round(tree, output, self.target.commit_round(verdict), draft)
+        if self._has_rules:
+            verdict = self.target.verify_round(tree, output.logits)
+        else:
+            verdict = self.batch.verify_on_device(tree, output.logits, root_positions)
+        return Round(tree, output, self.target.commit_round(verdict, match_lengths))
+
+    def _launched(self, computed: Round, is_ahead: bool) -> Round:
+        """Take note of a round that was computed or replayed."""
+        assert computed.committed is not None
+        committed = self.target.round_launched(computed.committed)
+        started = Round(committed.tree, computed.output, committed, is_ahead)
+        if self.batch.keeps_passes:
+            started.keep()
+        return started
 
     def _start_ahead(self, current: Round) -> Round | None:
         """Start the next round before the host reads ``current``, if this is possible and useful."""
-        context, drafter, committed = self.context, self.drafter, current.committed
+        context, committed = self.context, current.committed
         assert committed is not None
         drafts = False if self.policy is None else self.policy.decided
         if drafts is None or self._is_void or len(self.batch.going()) < len(context.rows):
@@ -176,19 +214,42 @@ class DecodingLoop:
             return None
         if max(context.remaining) < 2:  # the text ends in this round
             return None
-        num_nodes = drafter.nodes_ahead(context) if drafts and drafter is not None else 1
+        drafter = self.drafter if drafts else None
+        num_nodes = 1 if drafter is None else drafter.nodes_ahead(committed, context)
         if num_nodes is None or not self.target.runs_ahead(num_nodes, current.tree.num_nodes):
             return None
+        fixed: FixedDraft | str = FixedDraft(None)
         with self._draft:
-            if drafts and drafter is not None:
-                ahead = drafter.draft_ahead(committed, context)
+            if drafter is not None:
+                fixed = drafter.prepare_ahead(committed, context)
+            elif self.drafter is not None:
+                current.keep()  # this drafter may read the outputs later
+            if not self._has_rules:
+                fixed = "other logits processors than temperature, top-k, top-p and min-p take part"
+
+        def compute() -> Round:
+            numbers = committed.numbers
+            if drafter is None:
+                ahead = DraftAhead.nothing(numbers)
             else:
-                ahead = DraftAhead.nothing(committed.numbers)
-            if ahead is None:
-                return None
-            tree = ahead.tree.filled(num_nodes).with_roots(committed.numbers.root_parents)
+                ahead = drafter.draft_ahead(committed, context)
+            tree = ahead.tree.filled(num_nodes).with_roots(numbers.root_parents)
+            return self._computed(tree, numbers.root_positions, ahead.match_lengths)
+
         with self._scoring:
-            return self._start(tree, committed, ahead)
+            computed = self.target.run_round(fixed, num_nodes, compute)
+            committed.is_overwritten = current.output.is_lent
+            return self._launched(computed, is_ahead=True)
+
+    def _lookups(
+        self, current: Round, drafter: Drafter
+    ) -> Callable[[], Sequence[Lookup | None]] | None:
+        """What returns the kinds of lookups of a draft ahead, if any row may have copied text."""
+        committed = current.committed
+        assert committed is not None
+        if committed.match_lengths is None:
+            return None
+        return lambda: drafter.lookups_ahead(self.context, committed.match_lengths_on_host)
 
     def _read(self, current: Round) -> tuple[DraftTree, TargetOutput, Accepted] | None:
         """Read the result of a round. If drafts caused NaN, score the roots alone instead.
@@ -204,7 +265,7 @@ class DecodingLoop:
             The tree that was verified, its scores and the result. None if the round is void and the round
             ahead has repeated it.
         """
-        tree = current.tree if current.draft is None else self._tree_on_host(current)
+        tree = self._tree_on_host(current) if current.is_ahead else current.tree
         try:
             accepted = self._verify(current, is_latest=self._ahead is None)
         except SpoiltLogits:
@@ -216,6 +277,10 @@ class DecodingLoop:
             current = self._start(self._roots())
             accepted = self._verify(current, is_latest=True)
         self._is_void = False
+        if current.is_ahead:
+            # The device knows where a text ends, but not that its last token needs no draft.
+            deepest = (max(0, *depths) for depths in tree.depths)
+            accepted.drafted = [*map(min, accepted.drafted, deepest)]
         return tree, current.output, accepted
 
     def _roots(self) -> DraftTree:

@@ -7,17 +7,17 @@ emitted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.models import TargetOutput
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, FixedDraft
 from specdec_ext.ops import RoundNumbers
-from specdec_ext.transfer import Arriving
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -29,15 +29,12 @@ class DraftAhead:
 
     Attributes:
         tree: the draft, on the device. The caller makes the roots of rows that have ended inactive.
-        lookups: returns :attr:`Drafter.lookups` of this draft; it is called when the host reads the draft.
-            None if all rows have the requested shape.
-        match_lengths: ``[rows]``, the lengths of the matches that were copied after; None if nothing was
-            copied.
+        match_lengths: ``[rows]`` int64, the lengths of the matches that were copied after; None if nothing
+            was copied. The host reads them with the round (:meth:`Drafter.lookups_ahead`).
     """
 
     tree: DraftTree
-    lookups: Callable[[], Sequence[Lookup | None]] | None = None
-    match_lengths: Arriving | None = None
+    match_lengths: Tensor | None = None
 
     @classmethod
     def nothing(cls, numbers: RoundNumbers) -> DraftAhead:
@@ -162,21 +159,44 @@ class Drafter:
             f"{type(self).__name__} must define propose(context) -> DraftTree"
         )
 
-    def nodes_ahead(self, context: Context) -> int | None:
+    @property
+    def waits_for_host(self) -> str:
+        """The name of the drafter that never drafts ahead, of this one and its parts; "" if there is none."""
+        return type(self).__name__ if type(self).nodes_ahead is Drafter.nodes_ahead else ""
+
+    def nodes_ahead(self, last: CommittedRound, context: Context) -> int | None:
         """Return the number of nodes of the trees of :meth:`draft_ahead`, if it were called now.
 
         None, the default, means that this drafter needs the last round on the host.
         """
         return None
 
-    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead | None:
+    def prepare_ahead(self, last: CommittedRound, context: Context) -> FixedDraft | str:
+        """Do what the host has to do before :meth:`draft_ahead`, whose work may then be replayed.
+
+        Called only if :meth:`nodes_ahead` is a number, and then always before the draft.
+
+        Returns:
+            What the work depends on, besides the contents of tensors. The default is a clause that says why
+            it can't be recorded; :meth:`draft_ahead` is then called in every round.
+        """
+        return f"{type(self).__name__} does not define prepare_ahead"
+
+    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead:
         """Draft for each active row, as :meth:`propose`, after a round that the host has not read.
 
         On CUDA the host must not wait here. ``context`` is the text before ``last``; what came after it is on
-        the device. ``commit`` for ``last`` follows later. Called only if :meth:`nodes_ahead` is a number.
-        None means that this draft must wait for the host after all.
+        the device. ``commit`` for ``last`` follows later. After a :meth:`prepare_ahead` that returned the
+        same key and memory before, this method may not be called: then its work is replayed. So it changes
+        nothing on the host, and reads nothing there but what the key contains.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} must define draft_ahead")
+
+    def lookups_ahead(
+        self, context: Context, match_lengths: Sequence[int]
+    ) -> Sequence[Lookup | None]:
+        """Return :attr:`lookups` of a draft ahead with these ``DraftAhead.match_lengths``."""
+        raise NotImplementedError(f"{type(self).__name__} must define lookups_ahead")
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         """End a step. A row that had ended before a round ahead has emitted nothing in it.

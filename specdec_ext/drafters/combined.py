@@ -18,7 +18,7 @@ from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.drafters.lookahead import LookaheadDrafter
 from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, FixedDraft
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -128,36 +128,57 @@ class CombinedDrafter(Drafter):
     def _copies_only(self, context: Context) -> bool:
         return isinstance(context.shape, Lookup) and self._separable
 
-    def nodes_ahead(self, context: Context) -> int | None:
-        copied = self.retrieval.nodes_ahead(context)
+    @property
+    def waits_for_host(self) -> str:
+        return self.retrieval.waits_for_host or self.model_based.waits_for_host
+
+    def nodes_ahead(self, last: CommittedRound, context: Context) -> int | None:
+        copied = self.retrieval.nodes_ahead(last, context)
         if copied is None or self._copies_only(context):
             return copied
-        drafted = self.model_based.nodes_ahead(context)
+        drafted = self.model_based.nodes_ahead(last, context)
         return None if drafted is None else max(copied, drafted, self.max_nodes or 0)
 
-    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead | None:
-        copied = self.retrieval.draft_ahead(last, context)
-        if copied is None or self._copies_only(context):
+    def prepare_ahead(self, last: CommittedRound, context: Context) -> FixedDraft | str:
+        copied = self.retrieval.prepare_ahead(last, context)
+        if self._copies_only(context):
             return copied
-        drafted = self.model_based.draft_ahead(last, context)
-        if drafted is None:
-            return None
-        assert copied.match_lengths is not None and copied.lookups is not None
-        found, lengths = copied.lookups, copied.match_lengths
+        drafted = self.model_based.prepare_ahead(last, context)
+        for part in (copied, drafted):
+            if isinstance(part, str):
+                return part
+        assert not isinstance(copied, str) and not isinstance(drafted, str)
+        key = CombinedDrafter, copied.key, drafted.key, self.min_match, self.max_nodes
+        return FixedDraft(key, (*copied.memory, *drafted.memory))
 
-        def lookups() -> list[Lookup | None]:
-            pairs = zip(found(), lengths.values.tolist(), strict=True)
-            return [lookup if length >= self.min_match else None for lookup, length in pairs]
+    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead:
+        copied = self.retrieval.draft_ahead(last, context)
+        if self._copies_only(context):
+            return copied
+        drafted, lengths = self.model_based.draft_ahead(last, context), copied.match_lengths
+        assert lengths is not None
+        tree = self.combine(copied.tree, lengths, drafted.tree, is_cut=False)
+        return DraftAhead(tree, lengths)
 
-        return DraftAhead(self.combine(copied.tree, lengths.on_device, drafted.tree), lookups)
+    def lookups_ahead(
+        self, context: Context, match_lengths: Sequence[int]
+    ) -> Sequence[Lookup | None]:
+        lookups = self.retrieval.lookups_ahead(context, match_lengths)
+        if self._copies_only(context):
+            return lookups
+        pairs = zip(lookups, match_lengths, strict=True)
+        return [lookup if length >= self.min_match else None for lookup, length in pairs]
 
-    def combine(self, copied: DraftTree, match_lengths: Tensor, drafted: DraftTree) -> DraftTree:
+    def combine(
+        self, copied: DraftTree, match_lengths: Tensor, drafted: DraftTree, is_cut: bool = True
+    ) -> DraftTree:
         """Choose or merge the trees of both drafters. On CUDA the host neither reads nor waits.
 
         Args:
             copied: the copies.
             match_lengths: ``[rows]`` int64, the lengths of the matches before them.
             drafted: the trees of ``model_based``, on the same device.
+            is_cut: see :meth:`DraftTree.merged`.
         """
         taken = match_lengths >= self.min_match
         left = ~taken
@@ -165,10 +186,10 @@ class CombinedDrafter(Drafter):
         if self.max_nodes is not None:
             nodes = max(nodes, self.max_nodes)
             if nodes >= copied.num_nodes:  # every row has room for its copy
-                return DraftTree.merged([tree, copied], nodes)
-            tree = DraftTree.merged([tree, _only(copied, left)], nodes)
+                return DraftTree.merged([tree, copied], nodes, is_cut)
+            tree = DraftTree.merged([tree, _only(copied, left)], nodes, is_cut)
         # Rows that retrieval serves keep their whole tree.
-        return DraftTree.merged([tree, _only(copied, taken)], max(nodes, copied.num_nodes))
+        return DraftTree.merged([tree, _only(copied, taken)], max(nodes, copied.num_nodes), is_cut)
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         self.retrieval.commit(context, accepted, output)

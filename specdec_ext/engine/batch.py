@@ -88,6 +88,10 @@ class RequestBatch(Batch):
     def going(self) -> list[int]:
         return [place for place in self.context.rows if place in self.requests]
 
+    @property
+    def keeps_passes(self) -> bool:
+        return any(each.call.keeps_passes for each in self.requests.values())
+
     def decides(self) -> bool:
         return all(self.requests[place].rule is not None for place in self.context.rows)
 
@@ -103,6 +107,7 @@ class RequestBatch(Batch):
             [call.stop.max_length for call in calls],
             sorted(eos),
             (len(context.generated), context.max_length),
+            [rule for place in context.rows if (rule := self.requests[place].rule) is not None],
         )
 
     def stage(self) -> None:
@@ -229,12 +234,6 @@ class RequestBatch(Batch):
             raise SpoiltLogits
         return {i: CommittedWalk(entry.of_row(i)) for i in range(len(rows))}
 
-    def verify_on_device(
-        self, tree: DraftTree, logits: Tensor, root_positions: Tensor | None
-    ) -> ops.MatchResult:
-        positions = self.context.root_positions if root_positions is None else root_positions
-        return self._match(tree, logits, self.context.rows, positions)
-
     def _together(self, places: Sequence[int]) -> list[int]:
         """Which of these rows ops alone can verify."""
         return [i for i, place in enumerate(places) if self.requests[place].rule is not None]
@@ -244,7 +243,7 @@ class RequestBatch(Batch):
         tree: DraftTree,
         logits: Tensor,
         places: Sequence[int],
-        root_positions: Sequence[int] | Tensor,
+        root_positions: Sequence[int],
     ) -> ops.MatchResult:
         """Verify the trees of these places, all of which have a rule."""
         key = (*places, tree.num_nodes)
@@ -254,9 +253,8 @@ class RequestBatch(Batch):
         noise, filters = arguments[:4], arguments[4:]
         if filters:
             logits = ops.sample_filter(logits.flatten(0, 1), *filters).view(logits.shape)
-        if not isinstance(root_positions, Tensor):
-            root_positions = self._root_positions.of(list(root_positions)).tensor
-        return ops.verify_match(logits, tree.tokens, tree.parents, root_positions, *noise)
+        positions = self._root_positions.of(list(root_positions)).tensor
+        return ops.verify_match(logits, tree.tokens, tree.parents, positions, *noise)
 
     def _arguments_of(self, places: Sequence[int], nodes: int) -> tuple[Tensor, ...]:
         """The last arguments of ``ops.verify_match``, and those of ``ops.sample_filter`` if it is needed."""

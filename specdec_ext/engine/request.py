@@ -12,10 +12,11 @@ from specdec_ext.engine.handle import Burst, FinishReason, Handle, TokenLogprobs
 from specdec_ext.engine.logprobs import logprobs_of
 from specdec_ext.engine.prefixes import PrefixCache
 from specdec_ext.models import TargetOutput
+from specdec_ext.models.base import RowRule
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.output import RecordScores
 from specdec_ext.tree.draft_tree import DraftTree
-from specdec_ext.verify.sampler import Accepted, RowRule
+from specdec_ext.verify.sampler import Accepted
 
 
 @dataclass(eq=False)
@@ -43,7 +44,8 @@ class Request:
     @cached_property
     def rule(self) -> RowRule | None:
         """How ops verify its row; None if they can't."""
-        return self.call.sampler.row_rule
+        rules = self.call.sampler.row_rules
+        return None if rules is None else rules[0]
 
     @property
     def has_begun(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from specdec_ext.tree.draft_tree import DraftTree
 HostPaths = tuple[list[list[int]], list[int]]
 # The target does not limit the depth of a draft.
 NO_LIMIT = 2**31
+T = TypeVar("T")
 # Unread tokens are accepted tokens that the cache could not keep. A row with this many reads them without
 # further drafts, because a longer block costs more.
 MAX_UNREAD = 16
@@ -34,26 +35,45 @@ class CommittedRound:
     """A round that was committed on the device. The host may read it later.
 
     Attributes:
-        tree: the trees of the round, on the device.
+        tree: the trees of the round, on the device. All tensors here are valid on the device until the next
+            round is launched, which may write at the same addresses.
         verdict: their verification.
-        number: number of the round, from 1 on.
-        numbers: the numbers of the rows. This and the next three are valid on the device until the next round
-            is committed.
+        numbers: the numbers of the rows.
         text: ``[rows, columns]``, the text with its paddings, ``numbers.text_lengths`` columns of each row.
         new_tokens: ``[rows, nodes or more]``, the emitted tokens of each row.
         new_features: ``[rows, nodes or more, width]``, the features of the tokens before them; None if no
             features were gathered.
-        arriving: the entry and, if the host does not know it, the tree, on their way to the host.
+        result: what the host reads: the entry, then the tokens and parents of the tree if the host does not
+            know them, and ``match_lengths``.
+        match_lengths: ``[rows]``, the lengths of the matches that the tree was copied after; None if nothing
+            was copied.
+        number: number of the round, from 1 on.
+        arriving: ``result`` on its way to the host; None before the round is launched.
+        is_overwritten: whether a later replay has overwritten ``verdict``.
     """
 
     tree: DraftTree
     verdict: MatchResult
-    number: int
     numbers: RoundNumbers
     text: Tensor
     new_tokens: Tensor
     new_features: Tensor | None
-    arriving: Arriving
+    result: Tensor
+    match_lengths: Tensor | None = None
+    number: int = 0
+    arriving: Arriving | None = None
+    is_overwritten: bool = False
+
+    def launched(self, number: int) -> CommittedRound:
+        """Begin to copy what the host reads about this round, which has been launched as this number."""
+        # A recording returns the same tensors after every replay, so nothing of them may be kept as lists.
+        tree = self.tree if self.tree.is_known else DraftTree(self.tree.tokens, self.tree.parents)
+        return replace(self, tree=tree, number=number, arriving=Arriving(self.result))
+
+    @cached_property
+    def _read(self) -> Tensor:
+        assert self.arriving is not None
+        return self.arriving.values
 
     @cached_property
     def entry(self) -> RoundEntry:
@@ -63,7 +83,7 @@ class CommittedRound:
             RuntimeError: a number of the state is out of range.
         """
         rows, nodes = self.tree.tokens.shape
-        entry = RoundEntry.of(self.arriving.values, rows, nodes)
+        entry = RoundEntry.of(self._read, rows, nodes)
         if entry.round != self.number or STATUS_ILLEGAL_NUMBERS in entry.status:
             raise RuntimeError(
                 f"the state of round {self.number} on the device is damaged: {entry}. Another stream or "
@@ -74,11 +94,40 @@ class CommittedRound:
     @cached_property
     def tree_on_host(self) -> DraftTree:
         """``tree`` on the CPU; waits for it."""
-        if self.tree.is_on_host:
+        if self.tree.is_known:
             return self.tree.on_host()
         rows, nodes = self.tree.tokens.shape
-        lists = self.arriving.values[RoundEntry.size(rows, nodes) :].view(2, rows, nodes)
-        return DraftTree(*lists)
+        begin = RoundEntry.size(rows, nodes)
+        return DraftTree(*self._read[begin : begin + 2 * rows * nodes].view(2, rows, nodes))
+
+    @cached_property
+    def match_lengths_on_host(self) -> list[int]:
+        """``match_lengths`` as a list; waits for it. Only if something was copied."""
+        assert self.match_lengths is not None
+        lengths: list[int] = self._read[-len(self.match_lengths) :].tolist()
+        return lengths
+
+
+class RowRule(NamedTuple):
+    """How ops verify a row: its noise, and the arguments of ``ops.sample_filter``.
+
+    Attributes:
+        seed, stream: of the noise.
+        stochastic: whether tokens are sampled.
+    """
+
+    seed: int
+    stream: int
+    stochastic: bool
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether ``ops.sample_filter`` changes anything."""
+        return self != RowRule(self.seed, self.stream, self.stochastic)
 
 
 class RoundTexts(NamedTuple):
@@ -91,6 +140,7 @@ class RoundTexts(NamedTuple):
         limits: the number of columns at which each active row ends.
         eos: end-of-sequence ids of all rows.
         room: the most rows and columns that the text may have.
+        rules: how ops verify each active row; None if the host has to call the ops.
     """
 
     new: Tensor
@@ -98,6 +148,20 @@ class RoundTexts(NamedTuple):
     limits: list[int]
     eos: list[int]
     room: tuple[int, int]
+    rules: list[RowRule] | None
+
+
+class FixedDraft(NamedTuple):
+    """What a recording of a draft depends on, besides the contents of tensors.
+
+    Attributes:
+        key: equal for drafts that launch the same work.
+        memory: the tensors and other objects at whose addresses the draft reads and writes, apart from those
+            of the last round. A recording keeps them alive.
+    """
+
+    key: Hashable
+    memory: tuple[object, ...] = ()
 
 
 @dataclass
@@ -114,6 +178,7 @@ class TargetOutput:
         attentions: ``[rows, heads, nodes, keys]`` of every layer, if requested and returned by the model.
         cross_attentions: ``[rows, heads, nodes, encoder columns]`` of every layer with cross-attention, under
             the same conditions.
+        is_lent: whether the tensors belong to a recording, whose next replay overwrites them.
     """
 
     logits: Tensor
@@ -121,6 +186,7 @@ class TargetOutput:
     hidden_states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
     cross_attentions: tuple[Tensor, ...] = ()
+    is_lent: bool = False
 
     @cached_property
     def features(self) -> Tensor | None:
@@ -130,6 +196,16 @@ class TargetOutput:
     def of_row(self, row: int, nodes: int) -> TargetOutput:
         """The logits of the first nodes of this row."""
         return TargetOutput(self.logits[row : row + 1, :nodes])
+
+    def of_nodes(self, nodes: int) -> TargetOutput:
+        """Logits and auxiliary hidden states of the first nodes of all rows, lent by a recording."""
+        states = tuple(state[:, :nodes] for state in self.aux_hidden_states)
+        return TargetOutput(self.logits[:, :nodes], states, is_lent=True)
+
+    def copied(self) -> TargetOutput:
+        """A copy of logits and auxiliary hidden states, which are all that a pass of fixed shape returns."""
+        states = tuple(state.clone() for state in self.aux_hidden_states)
+        return TargetOutput(self.logits.clone(), states)
 
     def at(self, rows: Tensor, columns: Tensor) -> TargetOutput:
         """Gather this output at ``(rows[i, j], columns[i, j])``; both indices are ``[rows, nodes]``."""
@@ -298,7 +374,13 @@ class Target(ABC):
         """Let the host commit the next rounds. It has read all rounds before."""
         raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
 
-    def commit_round(self, verdict: MatchResult) -> CommittedRound:
+    def verify_round(self, tree: DraftTree, logits: Tensor) -> MatchResult:
+        """Verify the tree just scored by the rules of :meth:`begin_rounds`."""
+        raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
+
+    def commit_round(
+        self, verdict: MatchResult, match_lengths: Tensor | None = None
+    ) -> CommittedRound:
         """Commit the tree just scored on the device, and cut the emitted tokens at the end of a row.
 
         When the host has read the round, it calls :meth:`commit`, which then only takes note of the lengths.
@@ -306,8 +388,28 @@ class Target(ABC):
 
         Args:
             verdict: the verification of the tree.
+            match_lengths: ``[rows]``, what the host has to know of the draft; None for nothing.
         """
         raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
+
+    def round_launched(self, committed: CommittedRound) -> CommittedRound:
+        """Count a round that was committed or replayed, and begin to copy its result to the host."""
+        raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
+
+    def tell_round_reason(self, reason: str) -> None:
+        """Log why some rounds are not recorded as a whole, if passes are; ``reason`` is a clause."""
+        return
+
+    def run_round(self, fixed: FixedDraft | str, num_nodes: int, compute: Callable[[], T]) -> T:
+        """Compute a round that needs nothing from the host, as one recording if possible.
+
+        Args:
+            fixed: what the recording of its draft depends on; a clause that says why there can't be one.
+            num_nodes: number of nodes of its trees.
+            compute: drafts, scores, verifies and commits. It changes nothing on the host, and its value is
+                made of tensors; a replay returns the same tensors with new contents.
+        """
+        return compute()
 
     def runs_ahead(self, num_nodes: int, emitted: int) -> bool:
         """Whether the next tree can be scored before the host has read the last round.

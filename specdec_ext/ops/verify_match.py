@@ -53,6 +53,10 @@ class MatchResult:
         begin = self._batch * (self._nodes + part)
         return self.packed[begin : begin + self._batch]
 
+    def copied(self) -> MatchResult:
+        """A copy of the result."""
+        return MatchResult(self.packed.clone(), self._batch, self._nodes)
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.path, self.num_accepted, self.next_token, self.status))
 

@@ -172,7 +172,9 @@ class DraftTree(Summarised):
         return tree._knowing(tokens, parents)
 
     @classmethod
-    def merged(cls, trees: Sequence[DraftTree], max_nodes: int | None = None) -> DraftTree:
+    def merged(
+        cls, trees: Sequence[DraftTree], max_nodes: int | None = None, is_cut: bool = True
+    ) -> DraftTree:
         """Merge several trees of the same rows into one; common prefixes share their nodes.
 
         The result has no ``draft_probs``. On the CPU it has as many nodes as its largest row needs. On CUDA
@@ -182,6 +184,7 @@ class DraftTree(Summarised):
             trees: one to eight trees on one device, the most important first.
             max_nodes: largest number of nodes per row, the root included, by default that of the ops; the
                 last nodes of the last trees are left out.
+            is_cut: False for as many nodes as the result may need on the CPU, too.
 
         Raises:
             ValueError: the trees of a row have different roots, which is found on the CPU only.
@@ -192,7 +195,7 @@ class DraftTree(Summarised):
                 [tree.tokens for tree in trees], [tree.parents for tree in trees], nodes
             )
         )
-        if merged.tokens.device.type != "cpu":
+        if merged.tokens.device.type != "cpu" or not is_cut:
             return merged
         used = (merged.parents != INACTIVE).any(0).sum()  # the first ones
         width = max(int(used), 1)
@@ -221,9 +224,9 @@ class DraftTree(Summarised):
         return self
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether tokens and parents are known on the host without a copy from the device."""
-        return "_lists" in vars(self) or self.tokens.device.type == "cpu"
+    def is_known(self) -> bool:
+        """Whether the values of tokens and parents are known as lists."""
+        return "_lists" in vars(self)
 
     @property
     def token_lists(self) -> list[list[int]]:

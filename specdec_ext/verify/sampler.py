@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from transformers import LogitsProcessorList
 
 from specdec_ext import ops
 from specdec_ext.context import Context
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, RowRule
 from specdec_ext.reference import rng
 from specdec_ext.transfer import Latest, Staged, Staging
 from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
@@ -61,7 +60,8 @@ class Accepted:
     """The result of one verification, per active row.
 
     Attributes:
-        path: ``[rows, nodes]``, the node visited at each depth, -1 beyond the walk.
+        path: ``[rows, nodes]``, the node visited at each depth, -1 beyond the walk. It is on the CPU, as
+            ``num_accepted``, if a replay has overwritten the result on the device.
         num_accepted: ``[rows]``, number of nodes below the root whose keys and values are kept, which is the
             number of emitted tokens minus one.
         emitted: the emitted tokens, in order.
@@ -114,13 +114,15 @@ class Accepted:
         if is_latest:
             context.stage(numbers.roots if knows else None)
             positions.of(context.root_positions, numbers.root_positions if knows else None)
-        if knows and not any(entry.ended) and not any(entry.status):
-            kept = result.num_accepted
-        elif knows and is_latest:
+        path, kept = result.path, result.num_accepted
+        if committed.is_overwritten:
+            path = torch.tensor(entry.paths, device="cpu")
+            kept = torch.tensor([count - 1 for count in counts], device="cpu")
+        elif knows and is_latest and (any(entry.ended) or any(entry.status)):
             kept = numbers.counts - 1
-        else:
+        elif not knows or any(entry.ended) or any(entry.status):
             kept = context.staging.stage([count - 1 for count in counts]).tensor
-        return cls(result.path, kept, emitted, drafted, ended, entry.paths, committed)
+        return cls(path, kept, emitted, drafted, ended, entry.paths, committed)
 
     @cached_property
     def paths(self) -> list[list[int]]:
@@ -131,23 +133,6 @@ class Accepted:
     def on_host(self) -> tuple[list[list[int]], list[int]]:
         """``path`` and ``num_accepted`` as lists."""
         return self.paths, [len(tokens) - 1 for tokens in self.emitted]
-
-
-class RowRule(NamedTuple):
-    """How ops verify a row: its noise, and the arguments of ``ops.sample_filter``.
-
-    Attributes:
-        seed, stream: of the noise.
-        stochastic: whether tokens are sampled.
-    """
-
-    seed: int
-    stream: int
-    stochastic: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
 
 
 class SpoiltLogits(Exception):
@@ -202,12 +187,12 @@ class Sampler:
         return self._processors.temperature if self._stochastic else 0.0
 
     @property
-    def row_rule(self) -> RowRule | None:
-        """How ops verify the only row of this sampler; None if other processors or rules are needed."""
+    def row_rules(self) -> list[RowRule] | None:
+        """How ops verify each row of the batch; None if other processors or rules are needed."""
         filters = self._processors.filters
-        if filters is None or self.needs_draft_probs or len(self.noise) != 1:
+        if filters is None or self.needs_draft_probs:
             return None
-        return RowRule(*self.noise[0], self._stochastic, **filters)
+        return [RowRule(*noise, self._stochastic, **filters) for noise in self.noise]
 
     @property
     def draft_noise(self) -> ops.DraftNoise | None:

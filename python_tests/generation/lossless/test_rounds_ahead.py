@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria
 
 import specdec_ext
 from specdec_ext import NgramDrafter
+from specdec_ext.decoding.loop import DecodingLoop
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.slots.runner import PassRunner
 from specdec_ext.verify.sampler import Sampler
@@ -31,10 +32,10 @@ every_batch = pytest.mark.parametrize("batch", ["one", "five-ragged"])
 def events(monkeypatch):
     """``("start" or "read", number of the round)``, in order."""
     log = []
-    commit_round, read = SlotTarget.commit_round, Sampler.read
+    round_launched, read = SlotTarget.round_launched, Sampler.read
 
     def started(*args):
-        committed = commit_round(*args)
+        committed = round_launched(*args)
         log.append(("start", committed.number))
         return committed
 
@@ -42,7 +43,7 @@ def events(monkeypatch):
         log.append(("read", committed.number))
         return read(self, committed, *args)
 
-    monkeypatch.setattr(SlotTarget, "commit_round", started)
+    monkeypatch.setattr(SlotTarget, "round_launched", started)
     monkeypatch.setattr(Sampler, "read", was_read)
     return log
 
@@ -197,17 +198,25 @@ def test_row_that_a_stop_string_ended_does_not_spoil_the_others(name, events, mo
     lengths = BATCHES["five-ragged"]
     new = expected[:, max(lengths) :] != kwargs["pad_token_id"]
     ends = [prompt + int(row.sum()) for prompt, row in zip(lengths, new, strict=True)]
-    original, spoilt = Sampler.verify_on_device, []
+    original, spoilt = DecodingLoop._computed, []
 
-    def verify_on_device(self, tree, logits, context, root_positions=None):
-        if root_positions is not None:
-            for i, row in enumerate(context.rows):
-                if root_positions[i] >= ends[row] - 1:
-                    logits[i] = torch.nan
+    def computed(self, tree, root_positions=None, match_lengths=None):
+        forward = SlotTarget.forward
+
+        def spoiling(target, tree):
+            output = forward(target, tree)
+            for i, row in enumerate(self.context.rows):
+                if root_positions is not None and root_positions[i] >= ends[row] - 1:
+                    with torch.inference_mode():
+                        output.logits[i] = torch.nan
                     spoilt.append(row)
-        return original(self, tree, logits, context, root_positions)
+            return output
 
-    monkeypatch.setattr(Sampler, "verify_on_device", verify_on_device)
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotTarget, "forward", spoiling)
+            return original(self, tree, root_positions, match_lengths)
+
+    monkeypatch.setattr(DecodingLoop, "_computed", computed)
     ours = generate(AHEAD[name](), "five-ragged", "greedy", graphs=True, **kwargs)
     assert torch.equal(ours.sequences, expected)
     assert spoilt
@@ -240,7 +249,8 @@ def test_void_round_is_repeated_without_drafts(name, ends, events, monkeypatch):
         if tree.num_nodes > 1:
             passes.append(tree)
             if len(passes) % 4 in (0, 1):
-                output.logits[1:] = torch.nan
+                with torch.inference_mode():
+                    output.logits[1:] = torch.nan
         return output
 
     monkeypatch.setattr(PassRunner, "score", score)

@@ -6,14 +6,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec_ext import ops
+from specdec_ext.drafters.heads.head_cache import HeadCache
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models.tensor_parallel import is_tensor_parallel
 from specdec_ext.reference.draft_head import draft_head
@@ -87,6 +89,26 @@ class BoundHead:
         if stream not in self._of_stream:
             self._of_stream.setdefault(stream, self._packed.with_own_sync())
         return self._of_stream[stream]
+
+    @cached_property
+    def _caches(self) -> WeakSet[HeadCache]:
+        return WeakSet()
+
+    def cache_for(self, owner: object, num_rows: int) -> HeadCache:
+        """Return a cache for a call: one that a recording has kept and nothing uses, or a new one.
+
+        Args:
+            owner: what uses the cache as long as it lives, or until it asks for another one.
+            num_rows: number of rows.
+        """
+        with _caches_lock:
+            caches = [each for each in self._caches if each.num_rows == num_rows]
+            cache = next((each for each in caches if each.owner() in (None, owner)), None)
+            if cache is None:
+                cache = HeadCache(self.head.config, num_rows, self.device, self.dtype)
+                self._caches.add(cache)
+            cache.owner = ref(owner)
+        return cache
 
     @cached_property
     def _in_memory(self) -> tuple[DraftHead, Tensor, Tensor]:
@@ -177,6 +199,7 @@ def _shared_weights(head: DraftHead, model: PreTrainedModel) -> tuple[Tensor | N
     )
 
 
+_caches_lock = Lock()
 # Module -> (its weight, of which this process has a part, the whole weight).
 _wholes: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 

@@ -23,7 +23,7 @@ from specdec_ext.drafters.heads.unread import PendingFeatures, UnreadText
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models import TargetOutput
-from specdec_ext.models.base import CommittedRound
+from specdec_ext.models.base import CommittedRound, FixedDraft
 from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.transfer import Staged
@@ -164,6 +164,7 @@ class HeadDrafter(Drafter):
         self._unread.join(context, rows, output.aux_hidden_states)
         if self._cache is not None:
             self._cache.clear(rows)
+            self._cache.set_noise(self._noise)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)
@@ -202,8 +203,8 @@ class HeadDrafter(Drafter):
             return latest
         new = self._unread.take(context)
         if self._cache is None:
-            num_rows, home = len(context.generated), (self._bound.device, self._bound.dtype)
-            self._cache = HeadCache(self.head.config, num_rows, *home)
+            self._cache = self._bound.cache_for(self, len(context.generated))
+            self._cache.begin(self._noise)
         if 0 in self._cache.lengths:
             for row, position in zip(context.rows, context.root_positions, strict=True):
                 if not self._cache.lengths[row]:
@@ -221,38 +222,51 @@ class HeadDrafter(Drafter):
             tokens, parents = tokens[index], parents[index]
         return DraftTree(tokens.to(context.device), parents.to(context.device))
 
-    def nodes_ahead(self, context: Context) -> int | None:
-        if self._unread or self._resting or self._cache is None or self._cache.on_device is None:
+    def nodes_ahead(self, last: CommittedRound, context: Context) -> int | None:
+        if self._unread or self._resting or self._cache is None or last.new_features is None:
             return None
         assert self._bound is not None
         return self._shape(context).num_nodes if self._bound.device == context.device else None
 
-    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead | None:
-        cache, width, shape = self._cache, last.tree.num_nodes, self._shape(context)
-        if last.new_features is None:
-            return None
-        assert cache is not None
-        num_rows, active = len(context.generated), self._staged_rows(context)
-        cache.reserve([width] * num_rows, draft_slots(shape), shape.depth)
+    def prepare_ahead(self, last: CommittedRound, context: Context) -> FixedDraft | str:
+        bound, cache, shape = self._bound, self._cache, self._shape(context)
+        assert bound is not None and cache is not None
+        width = self._width_ahead(last, shape)
+        cache.reserve([width] * cache.num_rows, draft_slots(shape), shape.depth)
+        cache.stage(context.rows, context.staging)
         self._read_ahead = last
+        if reason := bound.refusal(shape, cache.num_rows):
+            return f"the op draft_head can't draft this: {reason}"
+        key = HeadDrafter, shape, width, self._is_everyone(context), cache.noise is None
+        return FixedDraft(key, (bound, *cache.memory))
+
+    def _width_ahead(self, last: CommittedRound, shape: TreeConfig) -> int:
+        """Number of columns of new elements that a draft ahead reads: a power of two, for few recordings."""
+        return 1 << (max(last.tree.num_nodes, shape.num_nodes or 1) - 1).bit_length()
+
+    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead:
+        cache, shape = self._cache, self._shape(context)
+        assert cache is not None and last.new_features is not None
+        width, active = self._width_ahead(last, shape), len(context.rows)
         texts, features = last.new_tokens[:, :width], last.new_features[:, :width]
-        counts, roots = last.numbers.counts, last.numbers.roots
-        if active is None:
-            return DraftAhead(DraftTree(*self._run(shape, texts, features, counts, roots)))
+        numbers = cache.after_round(last.numbers)
+        if self._is_everyone(context):
+            return DraftAhead(DraftTree(*self._run(shape, texts, features, *numbers)))
         # Rows keep their places in the cache of the head; a row that has ended gets nothing new.
-        index, new = active.tensor, torch.cat([counts[:, None], roots[:, None], texts], dim=1)
-        numbers, features = (
-            x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, index, x) for x in (new, features)
-        )
-        drafted = self._run(shape, numbers[:, 2:], features, numbers[:, 0], numbers[:, 1])
-        return DraftAhead(DraftTree(*(x[index] for x in drafted)))
+        texts, features = cache.of_all_rows(texts), cache.of_all_rows(features)
+        drafted = self._run(shape, texts, features, *numbers)
+        return DraftAhead(DraftTree(*(cache.of_active_rows(each, active) for each in drafted)))
+
+    def _is_everyone(self, context: Context) -> bool:
+        """Whether the active rows are all rows of the batch, in their order."""
+        return context.rows == list(range(len(context.generated)))
 
     def _shape(self, context: Context) -> TreeConfig:
         return context.shape if isinstance(context.shape, TreeConfig) else self._tree
 
     def _staged_rows(self, context: Context) -> Staged | None:
         """The active rows, or None if these are all rows of the batch, in their order."""
-        if context.rows == list(range(len(context.generated))):
+        if self._is_everyone(context):
             return None
         if self._active is None or self._active.values != context.rows:
             self._active = context.staging.stage(list(context.rows))
@@ -266,33 +280,34 @@ class HeadDrafter(Drafter):
         assert bound is not None and cache is not None
         cache.reserve(new.counts, draft_slots(tree), tree.depth)
         width = max(map(len, new.tokens))
-        if new.committed is not None and cache.on_device is not None:
-            numbers, texts = new.committed.numbers, new.committed.new_tokens[:, :width]
-            counts, last = numbers.counts, numbers.roots
+        if new.committed is not None:
+            cache.stage(context.rows, context.staging)
+            texts = new.committed.new_tokens[:, :width]
+            numbers: Sequence[Tensor] = cache.after_round(new.committed.numbers)
         else:
             # Rows that have not begun have no root, and nothing is read or drafted for them.
             roots = [generated[-1] if generated else 0 for generated in context.generated]
-            per_row = context.staging.stage([cache.lengths, cache.positions(), new.counts, roots])
+            per_row = context.staging.stage([new.counts, cache.lengths, cache.positions(), roots])
             padded = context.staging.stage(
                 [[*row, *[0] * (width - len(row))] for row in new.tokens]
             )
-            on_device, texts = per_row.tensor.to(bound.device), padded.tensor.to(bound.device)
-            cache.on_device, (counts, last) = on_device[:2], on_device[2:]
-        drafted = self._run(tree, texts, new.features, counts, last)
+            texts = padded.tensor.to(bound.device)
+            numbers = per_row.tensor.to(bound.device).unbind()
+        drafted = self._run(tree, texts, new.features, *numbers)
         cache.count(new.counts)
         return drafted
 
     @inference_mode()
     def _run(
-        self, tree: TreeConfig, texts: Tensor, features: Tensor, counts: Tensor, last: Tensor
+        self, tree: TreeConfig, texts: Tensor, features: Tensor, *numbers: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Read new elements and draft after the ``last`` tokens; returns ``(tokens, parents)``.
+        """Read new elements and draft after the last tokens; returns ``(tokens, parents)``.
 
-        The arguments are those of ``ops.draft_head``. The host has to count the elements itself.
+        The arguments are those of ``ops.draft_head``, ``numbers`` from ``counts`` on. The host has to count
+        the elements itself.
         """
         bound, cache = self._bound, self._cache
-        assert bound is not None and cache is not None and cache.on_device is not None
-        lengths, positions = cache.on_device
+        assert bound is not None and cache is not None
         tokens, parents, _ = bound.draft(
             tree,
             cache.cosines,
@@ -301,11 +316,7 @@ class HeadDrafter(Drafter):
             cache.values,
             texts,
             features.to(bound.device, bound.dtype),
-            counts,
-            lengths,
-            positions,
-            last,
-            noise=self._noise,
+            *numbers,
+            noise=cache.noise,
         )
-        cache.on_device = cache.on_device + counts
         return tokens, parents

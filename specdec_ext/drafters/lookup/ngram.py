@@ -19,10 +19,9 @@ from specdec_ext import ops
 from specdec_ext._host import NgramIndex
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import DraftAhead
-from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter, lookups_of
+from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
-from specdec_ext.models.base import CommittedRound
-from specdec_ext.transfer import Arriving
+from specdec_ext.models.base import CommittedRound, FixedDraft
 from specdec_ext.tree.draft_tree import DraftTree
 
 
@@ -74,16 +73,18 @@ class NgramDrafter(RetrievalDrafter):
         )
         return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents))
 
-    def nodes_ahead(self, context: Context) -> int:
+    def nodes_ahead(self, last: CommittedRound, context: Context) -> int:
         return self.num_draft_tokens + 1
+
+    def prepare_ahead(self, last: CommittedRound, context: Context) -> FixedDraft:
+        rule = self.num_draft_tokens, self.min_ngram, self.max_ngram, self.num_branches
+        return FixedDraft((NgramDrafter, *rule))
 
     def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead:
         numbers = last.numbers
         num_padded = numbers.text_lengths - numbers.root_positions - 1
         drafted = self.draft(last.text, numbers.text_lengths, num_padded)
-        lengths = Arriving(drafted.match_lengths)
-        tree = DraftTree(drafted.tokens, drafted.parents)
-        return DraftAhead(tree, lambda: lookups_of(lengths.values.tolist()), lengths)
+        return DraftAhead(DraftTree(drafted.tokens, drafted.parents), drafted.match_lengths)
 
     def draft(
         self, tokens: Tensor, lengths: Tensor, num_padded: Tensor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.tree.config import Lookup
 
@@ -30,6 +31,9 @@ class RetrievalDrafter(Drafter):
     def lookups(self) -> Sequence[Lookup]:
         """The class of match lengths of each row's copy."""
         return lookups_of(self.match_lengths)
+
+    def lookups_ahead(self, context: Context, match_lengths: Sequence[int]) -> Sequence[Lookup]:
+        return lookups_of(match_lengths)
 
     @property
     def match_lengths(self) -> list[int]:

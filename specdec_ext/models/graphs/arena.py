@@ -8,6 +8,7 @@ buffers of their own again at the end of the call.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,9 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.models.cache.layers import RollbackLayer
-from specdec_ext.models.graphs.graph import CudaGraph, HostGraph
-from specdec_ext.models.graphs.recorded import RecordedPass
+from specdec_ext.models.graphs.graph import CudaGraph, Graph, HostGraph
+from specdec_ext.models.graphs.recorded import RecordedPass, RecordedRound
 from specdec_ext.models.patching.changes import Lock, inference_mode
+
+if TYPE_CHECKING:
+    from specdec_ext.models.slots.round_state import RoundState
 
 # The number of slots of an arena is a multiple of this, so that calls of similar lengths share recordings.
 SLOTS = 1024
@@ -33,7 +37,8 @@ class Arena:
     Attributes:
         keys, values: a buffer ``[rows, heads, slots, dim]`` for each layer.
         passes: (rows, nodes, what else changes a pass) -> recorded pass.
-        uses: the same keys -> number of passes of this kind before the recording.
+        rounds: (key of its pass, what else changes a round) -> recorded round.
+        uses: the same keys -> number of passes or rounds of this kind before the recording.
         fingerprint: identifies the state of the model in which the passes were recorded.
         pool: memory pool of the recorded passes, None on the CPU.
     """
@@ -43,6 +48,7 @@ class Arena:
         self.keys = [self._buffer(layer.key_buffer) for layer in layers]
         self.values = [self._buffer(layer.value_buffer) for layer in layers]
         self.passes: dict[Hashable, RecordedPass] = {}
+        self.rounds: dict[Hashable, RecordedRound] = {}
         self.uses: dict[Hashable, int] = {}
         self.fingerprint = fingerprint
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -58,8 +64,14 @@ class Arena:
 
     def new_pass(self, rows: int, nodes: int) -> RecordedPass:
         """A pass over these buffers that has not been recorded yet."""
-        graph = HostGraph() if self.pool is None else CudaGraph(self.device, self.pool)
-        return RecordedPass(graph, rows, nodes, self.slots, self.device)
+        return RecordedPass(self._new_graph(), rows, nodes, self.slots, self.device)
+
+    def new_round(self, memory: Sequence[object]) -> RecordedRound:
+        """A round over these buffers and ``memory`` that has not been recorded yet."""
+        return RecordedRound(self._new_graph(), memory)
+
+    def _new_graph(self) -> Graph:
+        return HostGraph() if self.pool is None else CudaGraph(self.device, self.pool)
 
     def fits(self, layers: Sequence[RollbackLayer], slots: int) -> bool:
         """Whether these layers, with this number of slots, fit into the buffers."""
@@ -104,10 +116,17 @@ def take_back(layers: Sequence[RollbackLayer]) -> None:
 
 
 class Lender:
-    """The arena of one model, and the lock that the call which uses it holds."""
+    """What the calls of one model borrow, one call at a time.
+
+    Attributes:
+        arena: the arena, None before the first recording.
+        state: the state of the rows of recorded rounds, None before the first call that commits rounds.
+        lock: is held by the call that borrows them.
+    """
 
     def __init__(self) -> None:
         self.arena: Arena | None = None
+        self.state: RoundState | None = None
         self.lock = Lock()
 
 

@@ -1,9 +1,12 @@
-"""``RecordedPass``: a forward pass over a fixed number of rows and nodes, at fixed addresses."""
+"""What is recorded: ``RecordedPass``, a forward pass, and ``RecordedRound``, a whole round around one.
+
+Both run the model in :func:`fixed_pass`, over a fixed number of rows and nodes, at fixed addresses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,15 +20,44 @@ from specdec_ext.models.passes.row_numbers import RowNumbers
 from specdec_ext.models.passes.visibility import BlockVisibility
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 
+T = TypeVar("T")
 # (tokens [rows, nodes], positions [rows, nodes], block) -> the output of the model's modules
 Forward = Callable[[Tensor, Tensor, BlockVisibility], TargetOutput]
 
 
+def fixed_pass(
+    tree: DraftTree, packed: Tensor, layers: Sequence[RollbackLayer], slots: int, forward: Forward
+) -> TargetOutput:
+    """Score trees in a way of which only the contents of ``tree`` and ``packed`` change from pass to pass.
+
+    Everything else (positions, ancestors, slots) is computed from them on the device.
+
+    Args:
+        tree: ``[rows, nodes]``.
+        packed: ``[5, rows]``, the ``RowNumbers`` of this step.
+        layers: the cache layers.
+        slots: number of slots of their buffers.
+        forward: runs the model.
+
+    Raises:
+        NotRecordableError: the model needs something that changes with the length of the text.
+    """
+    numbers = RowNumbers(*packed.unbind())
+    ancestors, _, positions, *_ = ops.tree_mask(tree.parents, numbers.root_positions)
+    nodes = torch.arange(tree.num_nodes, device=packed.device)
+    block_slots = numbers.block_starts[0] + nodes
+    block = TreeBlock(ancestors, numbers.first_slots, numbers.lengths, numbers.block_starts, slots)
+    try:
+        for layer in layers:
+            layer.block_slots = block_slots
+        return forward(tree.tokens, positions, FixedBlock(block, positions))
+    finally:
+        for layer in layers:
+            layer.block_slots = None
+
+
 class RecordedPass:
     """One forward pass of fixed shape.
-
-    Only the contents of its inputs change from pass to pass: tokens and parents of the trees, and the numbers
-    of the rows. Everything else (positions, ancestors, slots) is computed from them on the device.
 
     Args:
         graph: what records the pass.
@@ -40,18 +72,17 @@ class RecordedPass:
         self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
         self._parents = torch.full((rows, nodes), INACTIVE, device=device)
         self._numbers = torch.zeros(numbers, rows, dtype=torch.long, device=device)
-        self._nodes = torch.arange(nodes, device=device)
+        self._is_recorded = False
 
     def __call__(
         self, tree: DraftTree, numbers: Tensor, layers: Sequence[RollbackLayer], forward: Forward
     ) -> TargetOutput:
-        """Score the trees.
+        """Score the trees; the first call records the pass and replays it.
 
         Args:
             tree: ``[rows, nodes]``, or fewer nodes.
-            numbers: ``[5, rows]``, the ``RowNumbers`` of this step.
-            layers: the cache layers, which use these buffers.
-            forward: runs the model. A CUDA graph calls it only to record it.
+            numbers, layers, forward: as in :func:`fixed_pass`. A CUDA graph calls ``forward`` only to record
+                it.
 
         Returns:
             The output, copied, because the next replay overwrites the recorded tensors.
@@ -61,27 +92,42 @@ class RecordedPass:
         self._parents[:, :nodes] = tree.parents
         self._parents[:, nodes:] = INACTIVE
         self._numbers[:] = numbers
-        self._graph.run(lambda: self._compute(layers, forward))
-        output = self._output
-        return TargetOutput(
-            output.logits[:, :nodes].clone(),
-            tuple(state[:, :nodes].clone() for state in output.aux_hidden_states),
+        inputs = DraftTree(self._tokens, self._parents)
+
+        def compute() -> TargetOutput:
+            return fixed_pass(inputs, self._numbers, layers, self._slots, forward)
+
+        if not self._is_recorded:
+            self._graph.run(compute)
+            self._graph.record(compute)
+            self._is_recorded = True
+        return self._graph.run(compute).of_nodes(nodes).copied()
+
+
+class RecordedRound:
+    """A round of fixed shape, from the draft to what the host reads.
+
+    Args:
+        graph: what records the round.
+        memory: the objects at whose addresses the round reads and writes, apart from the arena.
+    """
+
+    def __init__(self, graph: Graph, memory: Sequence[object]):
+        self._graph, self._memory = graph, memory
+
+    def uses(self, memory: Sequence[object]) -> bool:
+        """Whether a round that reads and writes ``memory`` is the recorded one."""
+        return len(memory) == len(self._memory) and all(
+            one is other for one, other in zip(memory, self._memory, strict=True)
         )
 
-    def _compute(self, layers: Sequence[RollbackLayer], forward: Forward) -> None:
-        numbers = RowNumbers(*self._numbers.unbind())
-        ancestors, _, positions, *_ = ops.tree_mask(self._parents, numbers.root_positions)
-        block_slots = numbers.block_starts[0] + self._nodes
-        tree = TreeBlock(
-            ancestors, numbers.first_slots, numbers.lengths, numbers.block_starts, self._slots
-        )
-        try:
-            for layer in layers:
-                layer.block_slots = block_slots
-            self._output = forward(self._tokens, positions, FixedBlock(tree, positions))
-        finally:
-            for layer in layers:
-                layer.block_slots = None
+    def run(self, compute: Callable[[], T]) -> T:
+        """Do the work of the round once; the arguments and errors are those of :meth:`Graph.run`."""
+        return self._graph.run(compute)
+
+    def record(self, compute: Callable[[], object]) -> None:
+        """Replay the round in the following runs, as :meth:`Graph.record`."""
+        self._graph.record(compute)
 
 
 class FixedBlock(BlockVisibility):

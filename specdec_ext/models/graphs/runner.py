@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec_ext.models import compat
-from specdec_ext.models.base import TargetOutput
+from specdec_ext.models.base import FixedDraft, TargetOutput
 from specdec_ext.models.cache.layers import RollbackLayer
-from specdec_ext.models.graphs.arena import Arena, lender_of, take_back
+from specdec_ext.models.graphs.arena import SLOTS, Arena, lender_of, take_back
 from specdec_ext.models.graphs.graph import NotRecordableError
+from specdec_ext.models.graphs.recorded import fixed_pass
 from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
 from specdec_ext.models.passes.attention import IMPLEMENTATION
 from specdec_ext.models.passes.known_code import is_untouched
@@ -24,6 +26,10 @@ from specdec_ext.models.passes.visibility import BlockVisibility
 from specdec_ext.models.patching.changes import joined_changes
 from specdec_ext.tree.draft_tree import DraftTree
 
+if TYPE_CHECKING:
+    from specdec_ext.models.slots.round_state import RoundState
+
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 # Numbers of nodes for which a pass is recorded; a tree is filled up with inactive nodes to the next one.
@@ -35,7 +41,7 @@ SPARE_SLOTS = 2048
 
 
 class GraphRunner:
-    """Scores draft trees by recorded passes, as far as this is possible.
+    """Scores draft trees by recorded passes, and runs whole rounds as recordings, as far as this is possible.
 
     Args:
         modules: runs the model.
@@ -44,6 +50,8 @@ class GraphRunner:
 
     Attributes:
         reason: a clause that says why passes of this call are not recorded; "" if they are.
+        round_reason: a clause that says why no further round of this call is recorded as a whole; "" if
+            rounds are, as far as they ask for it.
         least_nodes: a tree with drafts is filled up to at least this number of nodes, that of the shape which
             was asked for last.
 
@@ -56,8 +64,12 @@ class GraphRunner:
         self._lender = lender_of(modules.model)
         self._token = object()
         self._arena: Arena | None = None
+        self._is_in_round = (
+            False  # whether the pass that is asked for is a part of a recorded round
+        )
         self.least_nodes = 1
-        self.reason = ""
+        self.reason = self.round_reason = ""
+        self._told: set[str] = set()
         if reason := _obstacle(modules):
             self.refuse(reason)
 
@@ -86,6 +98,15 @@ class GraphRunner:
         nodes = _filled(max(tree.num_nodes, self.least_nodes if tree.num_nodes > 1 else 1))
         if self.reason or nodes is None:
             return None
+
+        def forward(tokens: Tensor, positions: Tensor, block: BlockVisibility) -> TargetOutput:
+            return self._modules(block, invariant_rows, input_ids=tokens, position_ids=positions)
+
+        if self._is_in_round:
+            assert self._arena is not None
+            slots, filled = self._arena.slots, tree.filled(nodes)
+            output = fixed_pass(filled, numbers, self._layers, slots, forward)
+            return output.of_nodes(tree.num_nodes)
         arena = self._arena_with(start + nodes)
         if arena is None:
             return None
@@ -97,10 +118,6 @@ class GraphRunner:
                 return None
             expected = unrecorded().logits
             recorded = arena.new_pass(tree.num_rows, nodes)
-
-        def forward(tokens: Tensor, positions: Tensor, block: BlockVisibility) -> TargetOutput:
-            return self._modules(block, invariant_rows, input_ids=tokens, position_ids=positions)
-
         try:
             output = recorded(tree, numbers, self._layers, forward)
         except NotRecordableError as refusal:
@@ -116,6 +133,73 @@ class GraphRunner:
                 return None
             arena.passes[key] = recorded
         return output
+
+    def run_round(
+        self,
+        rows: int,
+        num_nodes: int,
+        invariant_rows: float,
+        fixed: FixedDraft,
+        compute: Callable[[], T],
+    ) -> T:
+        """Compute a round whose pass is recorded (:meth:`has_recorded`), as one recording if possible.
+
+        Args:
+            rows, num_nodes: the shape of its trees.
+            invariant_rows: as in :meth:`score`.
+            fixed: what the round depends on, besides the contents of tensors and the arena.
+            compute: as in :meth:`specdec_ext.models.base.Target.run_round`.
+        """
+        arena, nodes = self._arena, _filled(num_nodes)
+        assert arena is not None and nodes is not None
+        if self.round_reason:
+            return compute()
+        key = self._key(rows, nodes, invariant_rows), num_nodes, fixed.key
+        recorded = arena.rounds.get(key)
+        if recorded is not None and recorded.uses(fixed.memory):
+            with self._in_round():
+                return recorded.run(compute)
+        arena.uses[key] = arena.uses.get(key, 0) + 1
+        if arena.uses[key] < RECORDED_AT and not self._required:
+            return compute()
+        arena.uses[key] = 0  # if its memory moves, the round is recorded anew
+        arena.rounds.pop(key, None)
+        recorded = arena.new_round(fixed.memory)
+        try:
+            with self._in_round():
+                value = recorded.run(compute)
+        except NotRecordableError as refusal:
+            # Only the commit, after which nothing fails, changes what later work reads.
+            self._refuse_rounds(str(refusal))
+            return compute()
+        try:
+            with self._in_round():
+                recorded.record(compute)
+            arena.rounds[key] = recorded
+        except NotRecordableError as refusal:
+            self._refuse_rounds(str(refusal))
+        return value
+
+    @contextmanager
+    def _in_round(self) -> Iterator[None]:
+        """Run passes inside of this context as parts of a recorded round."""
+        self._is_in_round = True
+        try:
+            yield
+        finally:
+            self._is_in_round = False
+
+    def _refuse_rounds(self, reason: str) -> None:
+        """Record passes, but no further whole round of this call; ``reason`` is a clause."""
+        self.round_reason = reason
+        self.tell_round_reason(reason)
+
+    def tell_round_reason(self, reason: str) -> None:
+        """Log why some rounds of this call are not recorded as a whole; ``reason`` is a clause."""
+        if not self.reason and reason not in self._told:
+            self._told.add(reason)
+            model = type(self._modules.model).__name__
+            _log.info("passes of %s are recorded, whole rounds are not: %s", model, reason)
 
     def _key(self, rows: int, nodes: int, invariant_rows: float) -> Hashable:
         return rows, nodes, invariant_rows, self._modules.recorder.layers
@@ -143,11 +227,8 @@ class GraphRunner:
         if not all(layer.is_initialized for layer in layers):
             self.refuse("a layer has not written to its cache")
             return None
-        lender, lock = self._lender, self._lender.lock
-        with joined_changes() as changes:
-            release = partial(lock.release, self._token)
-            changes.make(self._token, [(partial(lock.try_acquire, self._token), release)])
-        if not lock.try_acquire(self._token):
+        lender = self._lender
+        if not self._borrows():
             return None
         fingerprint = _fingerprint(self._modules)
         arena = lender.arena
@@ -158,6 +239,28 @@ class GraphRunner:
         arena.lend(layers)
         self._arena = arena
         return arena
+
+    def _borrows(self) -> bool:
+        """Whether this call has what the model lends, now and until its end."""
+        lock = self._lender.lock
+        with joined_changes() as changes:
+            release = partial(lock.release, self._token)
+            changes.make(self._token, [(partial(lock.try_acquire, self._token), release)])
+        return lock.try_acquire(self._token)
+
+    def state_with(self, rows: int, columns: int, make: Callable[..., RoundState]) -> RoundState:
+        """Return the model's round state with room for the text of a call, or a new one if others use it.
+
+        Args:
+            rows, columns: of the text.
+            make: is called with rows, columns and the device.
+        """
+        lender, device = self._lender, self._modules.model.device
+        if not self._borrows():
+            return make(rows, columns, device)
+        if lender.state is None or not lender.state.has_room(rows, columns):
+            lender.state = make(rows, -(-columns // SLOTS) * SLOTS, device)
+        return lender.state
 
     def finish(self) -> None:
         """Give the cache layers buffers of their own; the call may return the cache to its caller."""

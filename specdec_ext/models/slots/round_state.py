@@ -1,9 +1,9 @@
 """``RoundState``: what a round reads and changes about its rows, on the device.
 
-All tensors stay where they are during a call, and while an engine runs. The op ``round_commit`` changes them
-at the end of a round, so the next round needs no number from the host. The host reads one entry of results,
-and may do so after it has started the next round. It writes when rounds begin, and when rows join or change
-places.
+All tensors stay where they are over the calls of a model, so that recorded rounds can use them. The op
+``round_commit`` changes them at the end of a round, so the next round needs no number from the host. The host
+reads one entry of results, and may do so after it has started the next round. It writes when rounds begin,
+and when rows join or change places.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.models.base import CommittedRound, RoundTexts
+from specdec_ext.models.base import CommittedRound, RoundTexts, RowRule
 from specdec_ext.models.passes.row_numbers import RowNumbers
 from specdec_ext.ops import MatchResult, RoundEntry, RoundNumbers
-from specdec_ext.transfer import Arriving
 from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
 
 # The most nodes of a tree whose features are gathered, which takes memory for each of them.
 FEATURE_NODES = 128
-# A host that is one round behind reads an entry while the next one is written.
-ENTRIES = 2
+# The state has room for multiples of this number of end-of-sequence ids. An unused place holds NO_TOKEN.
+EOS_IDS = 8
+NO_TOKEN = -1
+# The rows of :attr:`RoundState.noise` and :attr:`RoundState.filters`.
+NOISE, FILTERS = ("seed", "stream", "top_k"), ("temperature", "top_p", "min_p")
 
 
 @dataclass
@@ -34,12 +36,17 @@ class RoundState:
     Attributes:
         numbers: ``[10, rows]`` int64, :class:`specdec_ext.ops.RoundNumbers`.
         text: ``[rows, columns]`` int64, the columns of ``sequences``, paddings included.
-        eos: ``[ids]`` int64, end-of-sequence ids.
+        eos: ``[ids]`` int64, end-of-sequence ids and places without one.
         new_tokens: ``[rows, MAX_NODES]`` int64, the tokens that each row emitted in the latest round.
         new_features: ``[rows, FEATURE_NODES, width]``, the features of the tokens before ``new_tokens``; None
             until a round has features.
-        ring: ``[ENTRIES, size]`` int64, the results of the latest rounds.
+        ring: ``[1, size]`` int64, the result of the latest round. A copy of it is queued before the next
+            round, so one entry is enough for a host that is one round behind.
         clock: ``[2]`` int32, the number of rounds, and a counter that is 0 between rounds.
+        noise, filters: ``[3, rows]`` int64 and float32, the rules of the rows (:class:`RowRule`).
+        stochastic: ``[rows]`` bool, the rest of the rules.
+        counters: ``[rows]`` int32, memory of ``ops.verify_match``.
+        has_filters: whether the rule of any row has a filter.
         rounds: the number of rounds, on the host.
     """
 
@@ -49,7 +56,12 @@ class RoundState:
     new_tokens: Tensor
     ring: Tensor
     clock: Tensor
+    noise: Tensor
+    filters: Tensor
+    stochastic: Tensor
+    counters: Tensor
     new_features: Tensor | None = None
+    has_filters: bool = False
     rounds: int = 0
     _eos: list[int] = field(default_factory=list)  # on the host
 
@@ -63,11 +75,26 @@ class RoundState:
         return cls(
             zeros(len(RoundNumbers._fields), rows),
             zeros(rows, columns),
-            zeros(0),
+            zeros(EOS_IDS).fill_(NO_TOKEN),
             zeros(rows, ops.MAX_NODES),
-            zeros(ENTRIES, RoundEntry.size(rows, ops.MAX_NODES)),
+            zeros(1, RoundEntry.size(rows, ops.MAX_NODES)),
             zeros(2, dtype=torch.int32),
+            zeros(len(NOISE), rows),
+            zeros(len(FILTERS), rows, dtype=torch.float32),
+            zeros(rows, dtype=torch.bool),
+            zeros(rows, dtype=torch.int32),
         )
+
+    @property
+    def memory(self) -> tuple[object, ...]:
+        """The tensors that a recorded round reads and writes."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
+
+    def restart(self) -> None:
+        """Forget the rounds of the last call, which an error may have ended at any place."""
+        self.rounds = 0
+        self.clock.zero_()
+        self.counters.zero_()
 
     def has_room(self, rows: int, columns: int) -> bool:
         return rows <= len(self.text) and columns <= self.text.shape[1]
@@ -83,7 +110,13 @@ class RoundState:
         active, (lengths, limits) = len(texts.lengths), ends
         if texts.eos != self._eos:
             self._eos = texts.eos
-            self.eos = torch.tensor(texts.eos, dtype=torch.long, device=self.text.device)
+            if len(texts.eos) > len(self.eos):
+                places = -(-len(texts.eos) // EOS_IDS) * EOS_IDS
+                self.eos = self.eos.new_empty(places)
+            padded = [*texts.eos, *[NO_TOKEN] * (len(self.eos) - len(texts.eos))]
+            self.eos[:] = torch.tensor(padded, dtype=torch.long, device=self.text.device)
+        if texts.rules is not None:
+            self._set_rules(texts.rules)
         self.text[active - len(texts.new) : active, : texts.new.shape[1]] = texts.new
         numbers = RoundNumbers(
             **RowNumbers(*layout)._asdict(),
@@ -95,6 +128,40 @@ class RoundState:
         )
         self.numbers[:, :active] = torch.stack(numbers)
 
+    def _set_rules(self, rules: Sequence[RowRule]) -> None:
+        active, device = len(rules), self.text.device
+
+        def columns(names: Sequence[str]) -> list[list[float]]:
+            return [[getattr(rule, name) for rule in rules] for name in names]
+
+        self.noise[:, :active] = torch.tensor(columns(NOISE), device=device)
+        self.filters[:, :active] = torch.tensor(
+            columns(FILTERS), dtype=torch.float32, device=device
+        )
+        self.stochastic[:active] = torch.tensor(columns(["stochastic"])[0], device=device)
+        self.has_filters = any(rule.is_filtered for rule in rules)
+
+    def verify(self, tree: DraftTree, logits: Tensor) -> MatchResult:
+        """Verify the trees of the first rows by the rules of the rows.
+
+        Args:
+            tree: ``[rows, nodes]``.
+            logits: ``[rows, nodes, vocab]``.
+        """
+        active, nodes = tree.tokens.shape
+        seeds, streams, top_k = self.noise[:, :active]
+        if self.has_filters:
+
+            def of_nodes(values: Tensor) -> Tensor:
+                return values[..., None].expand(*values.shape, nodes).flatten(-2)
+
+            temperature, top_p, min_p = of_nodes(self.filters[:, :active])
+            filters = temperature, of_nodes(top_k), top_p, min_p
+            logits = ops.sample_filter(logits.flatten(0, 1), *filters).view(logits.shape)
+        positions = self.of_rows(active).root_positions
+        noise = seeds, streams, self.stochastic[:active], self.counters[:active]
+        return ops.verify_match(logits, tree.tokens, tree.parents, positions, *noise)
+
     def of_rows(self, active: int) -> RoundNumbers:
         """Views of the numbers of the first ``active`` rows."""
         return RoundNumbers(*self.numbers[:, :active])
@@ -105,8 +172,10 @@ class RoundState:
 
     def move_rows(self, to: Tensor, source: Tensor) -> None:
         """Copy row ``source[i]`` to row ``to[i]``, for all i at once."""
-        self.numbers[:, to] = self.numbers[:, source]
+        for of_rows in (self.numbers, self.noise, self.filters):
+            of_rows[:, to] = of_rows[:, source]
         self.text[to] = self.text[source]
+        self.stochastic[to] = self.stochastic[source]
 
     def keep_rows(self, active: int) -> Tensor:
         """Go on with the first ``active`` rows; returns their layout, as :meth:`layout_of_rows`."""
@@ -120,14 +189,16 @@ class RoundState:
         tree: DraftTree,
         verdict: MatchResult,
         features: Sequence[Tensor],
+        match_lengths: Tensor | None = None,
     ) -> CommittedRound:
-        """Commit a round of the first rows, and begin to copy what the host reads about it.
+        """Commit a round of the first rows.
 
         Args:
             caches: keys and values of all layers, of these rows.
             tree: ``[rows, nodes]``, the trees.
             verdict: their verification.
             features: ``[rows, nodes, width]`` each.
+            match_lengths: see :class:`CommittedRound`.
         """
         active, nodes = tree.tokens.shape
         gathered = self._new_features(features, nodes)
@@ -145,27 +216,33 @@ class RoundState:
             [*features] if gathered is not None else [],
             new_features,
         )
-        read = self.ring[self.rounds % ENTRIES, : RoundEntry.size(active, nodes)]
-        if tree.num_nodes > 1 and not tree.is_on_host:
-            read = torch.cat([read, tree.tokens.flatten(), tree.parents.flatten()])
-        self.rounds += 1
+        result = self.ring[0, : RoundEntry.size(active, nodes)]
+        if tree.num_nodes > 1 and not tree.is_known:
+            parts = [result, tree.tokens.flatten(), tree.parents.flatten()]
+            result = torch.cat(parts if match_lengths is None else [*parts, match_lengths])
         return CommittedRound(
             tree,
             verdict,
-            self.rounds,
             self.of_rows(active),
             self.text[:active],
             self.new_tokens[:active],
             new_features,
-            Arriving(read),
+            result,
+            match_lengths,
         )
+
+    def launched(self, committed: CommittedRound) -> CommittedRound:
+        """Count a round, and begin to copy what the host reads about it."""
+        self.rounds += 1
+        return committed.launched(self.rounds)
 
     def _new_features(self, features: Sequence[Tensor], nodes: int) -> Tensor | None:
         """The buffer for the features of a tree, or None if they can't be gathered."""
         if not 0 < len(features) <= ops.MAX_FEATURE_TENSORS or nodes > FEATURE_NODES:
             return None
         first, width = features[0], sum(each.shape[2] for each in features)
-        if self.new_features is None:
+        buffer = self.new_features
+        if buffer is None or (buffer.shape[2], buffer.dtype) != (width, first.dtype):
             size = len(self.text), FEATURE_NODES, width
             self.new_features = torch.zeros(size, dtype=first.dtype, device=self.text.device)
         return self.new_features

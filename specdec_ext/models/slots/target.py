@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from specdec_ext.models.base import (
     NO_LIMIT,
     CommittedKeys,
     CommittedRound,
+    FixedDraft,
     HostPaths,
     RoundTexts,
     Target,
@@ -37,6 +38,7 @@ from specdec_ext.models.support import Support
 from specdec_ext.ops import MatchResult
 from specdec_ext.tree.draft_tree import DraftTree
 
+T = TypeVar("T")
 # Slots reserved after the prompt at the start. The buffers of longer calls grow in steps, because max_length
 # is rarely reached.
 FIRST_SLOTS = 2048
@@ -252,10 +254,12 @@ class SlotTarget(Target):
         return all(each.device == device for each in self._slots.buffers(1))
 
     def begin_rounds(self, texts: RoundTexts) -> None:
-        state = self._state or self._idle_state
+        state, graphs = self._state or self._idle_state, self.runner.graphs
         if state is None or not state.has_room(*texts.room):
             assert len(texts.new) == len(texts.lengths)  # a new state knows no text
-            state = RoundState.empty(*texts.room, self.staging.device)
+            assert graphs is not None
+            state = graphs.state_with(*texts.room, RoundState.empty)
+            state.restart()
         self._state, self._idle_state = state, None
         ends = self.staging.stage([texts.lengths, texts.limits])
         state.begin(self._rows.packed_numbers, ends.tensor, texts)
@@ -265,10 +269,36 @@ class SlotTarget(Target):
         self._state, self._idle_state = None, self._state
         self._move_ends(self._rows.ends)
 
-    def commit_round(self, verdict: MatchResult) -> CommittedRound:
+    def verify_round(self, tree: DraftTree, logits: Tensor) -> MatchResult:
+        assert self._state is not None
+        return self._state.verify(tree, logits)
+
+    def commit_round(
+        self, verdict: MatchResult, match_lengths: Tensor | None = None
+    ) -> CommittedRound:
         tree, self._scored = self._scored, None
         assert tree is not None and self._state is not None
-        return self._state.commit(self._slots.buffers(tree.num_rows), tree, verdict, self._features)
+        caches = self._slots.buffers(tree.num_rows)
+        return self._state.commit(caches, tree, verdict, self._features, match_lengths)
+
+    def round_launched(self, committed: CommittedRound) -> CommittedRound:
+        assert self._state is not None
+        return self._state.launched(committed)
+
+    def tell_round_reason(self, reason: str) -> None:
+        if self.runner.graphs is not None:
+            self.runner.graphs.tell_round_reason(reason)
+
+    def run_round(self, fixed: FixedDraft | str, num_nodes: int, compute: Callable[[], T]) -> T:
+        state, graphs = self._state, self.runner.graphs
+        assert state is not None and graphs is not None
+        if isinstance(fixed, str):
+            graphs.tell_round_reason(fixed)
+            return compute()
+        rows, limit = len(self._rows.ends), self.runner.invariant_rows
+        key = fixed.key, state.has_filters
+        memory = *state.memory, *fixed.memory
+        return graphs.run_round(rows, num_nodes, limit, FixedDraft(key, memory), compute)
 
     def runs_ahead(self, num_nodes: int, emitted: int) -> bool:
         graphs, rows = self.runner.graphs, self._rows
