@@ -38,7 +38,7 @@ class CallLoop(DecodingLoop):
             call.recorder.prompt(output)
             self._verify(Round(tree, output), is_latest=True)
         self._begin_rounds()
-        if call.sampler.needs_draft_probs:
+        if self._may_run_ahead and call.sampler.needs_draft_probs:
             self._may_run_ahead = False
             target.tell_round_reason("drafts are verified by another rule than 'match'")
         if drafter is not None:

@@ -88,10 +88,11 @@ class DecodingLoop:
             self.target.begin_rounds(texts)
         elif before:
             self.target.end_rounds()
-        if self.target.commits_rounds and not self._commits_on_device:
-            self.target.tell_round_reason("the host decides which tokens are emitted")
-        if self.drafter is not None and (name := self.drafter.waits_for_host):
-            self.target.tell_round_reason(f"{name} needs the last round on the host")
+        if self.target.commits_rounds:
+            if not self._commits_on_device:
+                self.target.tell_round_reason("the host decides which tokens are emitted")
+            if self.drafter is not None and (name := self.drafter.waits_for_host):
+                self.target.tell_round_reason(f"{name} needs the last round on the host")
         self._may_run_ahead = self._commits_on_device
 
     def step(self, goes_on: bool = True) -> None:

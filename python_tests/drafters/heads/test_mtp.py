@@ -212,7 +212,7 @@ def test_drafts_do_not_depend_on_when_the_text_is_read(name, batch, monkeypatch)
         for limit, value in limits.items():
             monkeypatch.setattr(module if limit == "BLOCK" else unread, limit, value)
         drafter = Noting(heads_of(name), tree, period=period)
-        ends = dict(eos_token_id=3) if len(ids) > 1 else dict(max_new_tokens=60)
+        ends = dict(eos_token_id=0) if len(ids) > 1 else dict(max_new_tokens=60)
         generate(model, ids, mask, drafter=drafter, speculation="fixed", **ends)
         return drafter.drafts
 
