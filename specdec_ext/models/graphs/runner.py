@@ -64,9 +64,7 @@ class GraphRunner:
         self._lender = lender_of(modules.model)
         self._token = object()
         self._arena: Arena | None = None
-        self._is_in_round = (
-            False  # whether the pass that is asked for is a part of a recorded round
-        )
+        self._is_in_round = False  # whether passes are parts of a recorded round now
         self.least_nodes = 1
         self.reason = self.round_reason = ""
         self._told: set[str] = set()
