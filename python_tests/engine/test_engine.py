@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.checks.poison import poisoned, unread_tokens
 from helpers.drafters.every_drafter import DRAFTERS
-from helpers.models.tiny import tiny_model
+from helpers.models.tiny import prompts, random_model, tiny_model
 from helpers.texts.tiny_text import tiny_tokenizer
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -15,7 +15,7 @@ from specdec_ext import Drafter, DraftTree, SpeculationConfig, generate
 from specdec_ext.engine import Engine, engine
 from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.engine.request import Request
-from specdec_ext.errors import EngineClosedError, EngineFullError
+from specdec_ext.errors import CantJoinError, EngineClosedError, EngineFullError
 from specdec_ext.models.slots import SlotTarget
 
 PROMPT = [5, 9, 2, 8]
@@ -327,6 +327,25 @@ def test_refusals(model):
         ValueError, match=r"requests of LlamaForCausalLM can't join a batch: .*flex"
     ):
         Engine(eager, drafter=None)
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(20, 4), (12, 5), (12, 4)])
+def test_requests_behind_a_change_of_the_rotation_are_refused(prompt, new):
+    """A pass rotates all of its tokens like the last one, so texts on both sides can't share passes."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0}
+    model = random_model("llama", rope_parameters=rope, max_position_embeddings=64)
+    (ids,) = prompts((prompt,))[0].tolist()
+    with Engine(model, drafter="ngram", max_rows=2) as running:
+        if prompt + new <= 16:
+            expected = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
+            handle = running.submit(ids, max_new_tokens=new, do_sample=False)
+            assert ids + handle.result() == expected[0].tolist()
+        else:
+            with pytest.raises(
+                CantJoinError, match=r"rotary embedding changes .* exceeds 16 tokens"
+            ):
+                running.submit(ids, max_new_tokens=new, do_sample=False)
 
 
 def test_load_and_statistics(model):
