@@ -49,7 +49,10 @@ def test_plain_round_launches_four_kernels_beside_the_model(cases):
     "drafter",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS[:-1]), DRAFTERS[-1]],
 )
-@pytest.mark.parametrize("engine", [False, True], ids=["call", "engine"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(False, id="call"), pytest.param(True, id="engine", marks=pytest.mark.slow)],
+)
 def test_recorded_round_is_one_launch_and_one_copy(monkeypatch, engine, drafter):
     """Draft, pass, verification and commit are one replay, whose result is copied to the host.
 
