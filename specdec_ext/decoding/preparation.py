@@ -80,6 +80,7 @@ class PreparedCall:
         recorder: Recorder,
         graphs: bool | str,
         max_slots: int | None = None,
+        shares_passes: bool = False,
     ) -> Target:
         """The target of the call.
 
@@ -87,14 +88,18 @@ class PreparedCall:
             recorder: collects its outputs.
             graphs: as in :func:`specdec_ext.generate`.
             max_slots: the most cache slots that the call may need; None for its own length and a draft.
+            shares_passes: whether passes are shared with texts of any length, and read the prompt in parts.
         """
+        span = self._span()
+        if shares_passes:
+            span = span._replace(start=0)
         return make_target(
             self.model,
             max_slots or self.stop.max_length + BLOCK_SLOTS,
             recorder.forward_kwargs,
             self.model_kwargs,
             self.config,
-            self._span(),
+            span,
             graphs,
         )
 

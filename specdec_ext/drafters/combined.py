@@ -144,10 +144,8 @@ class CombinedDrafter(Drafter):
         if self._copies_only(context):
             return copied
         drafted = self.model_based.prepare_ahead(last, context)
-        for part in (copied, drafted):
-            if isinstance(part, str):
-                return part
-        assert not isinstance(copied, str) and not isinstance(drafted, str)
+        if isinstance(copied, str) or isinstance(drafted, str):
+            return copied if isinstance(copied, str) else drafted
         key = CombinedDrafter, copied.key, drafted.key, self.min_match, self.max_nodes
         return FixedDraft(key, (*copied.memory, *drafted.memory))
 

@@ -18,7 +18,7 @@ from specdec_ext.context import Context
 from specdec_ext.decoding.call import Batch, count_row
 from specdec_ext.engine.request import Request
 from specdec_ext.models import Target, TargetOutput
-from specdec_ext.models.base import CommittedRound, RoundTexts
+from specdec_ext.models.base import CommittedRound, RoundTexts, RowRule
 from specdec_ext.ops import DraftNoise
 from specdec_ext.stats import SpeculationStats
 from specdec_ext.transfer import Latest
@@ -107,7 +107,7 @@ class RequestBatch(Batch):
             [call.stop.max_length for call in calls],
             sorted(eos),
             (len(context.generated), context.max_length),
-            [rule for place in context.rows if (rule := self.requests[place].rule) is not None],
+            self._rules(context.rows),
         )
 
     def stage(self) -> None:
@@ -238,6 +238,10 @@ class RequestBatch(Batch):
         """Which of these rows ops alone can verify."""
         return [i for i, place in enumerate(places) if self.requests[place].rule is not None]
 
+    def _rules(self, places: Sequence[int]) -> list[RowRule]:
+        """How ops verify the rows of these places, all of which have a rule."""
+        return [rule for place in places if (rule := self.requests[place].rule) is not None]
+
     def _match(
         self,
         tree: DraftTree,
@@ -259,7 +263,7 @@ class RequestBatch(Batch):
     def _arguments_of(self, places: Sequence[int], nodes: int) -> tuple[Tensor, ...]:
         """The last arguments of ``ops.verify_match``, and those of ``ops.sample_filter`` if it is needed."""
         device = self.context.device
-        rules = [rule for place in places if (rule := self.requests[place].rule) is not None]
+        rules = self._rules(places)
         noise = zip(*(rule[:3] for rule in rules), strict=True)
         numbers = (torch.tensor(values, device=device) for values in noise)
         counters = torch.zeros(len(places), dtype=torch.int32, device=device)

@@ -27,7 +27,6 @@ from specdec_ext.engine.request import BurstStream, LogprobRecorder, Request
 from specdec_ext.errors import CantJoinError, EngineClosedError, EngineFullError
 from specdec_ext.generation import policy_of
 from specdec_ext.models import make_target
-from specdec_ext.models.context_limit import Span, rotation_change
 from specdec_ext.models.patching.changes import transactional
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.report import Decision
@@ -238,16 +237,11 @@ class Engine:
     def _request(self, prepared: PreparedCall, logprobs: int | None, drafts: bool) -> Request:
         recorder: Any = LogprobRecorder(logprobs)
         slots = self.max_length + BLOCK_SLOTS
-        target = prepared.target(prepared.recorder(), False, slots)
-        reasons = [*target.support.reasons]
-        # Alone, a prompt behind the change is exact. Here it is read in parts, beside shorter texts.
-        span = Span(1, 0, prepared.stop.max_length)
-        change = rotation_change(self.model.config.get_text_config(decoder=True), span)
-        if change is not None and change not in reasons:
-            reasons.append(change)
-        if change or not isinstance(target, SlotTarget) or not target.support.batch:
+        target = prepared.target(prepared.recorder(), False, slots, shares_passes=True)
+        if not isinstance(target, SlotTarget) or not target.support.batch:
             raise CantJoinError(
-                f"the request can't join a batch: {'; '.join(reasons)}; call specdec_ext.generate for it"
+                f"the request can't join a batch: {'; '.join(target.support.reasons)}; call "
+                "specdec_ext.generate for it"
             )
         target.record_hidden_states(self._loop.target.recorded_layers)
         call = Call.of(prepared, target, recorder, self.drafter if drafts else None)

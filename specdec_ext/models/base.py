@@ -114,6 +114,7 @@ class RowRule(NamedTuple):
     Attributes:
         seed, stream: of the noise.
         stochastic: whether tokens are sampled.
+        temperature, top_k, top_p, min_p: the filters; by default they are off.
     """
 
     seed: int

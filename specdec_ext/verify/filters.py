@@ -11,14 +11,18 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from specdec_ext import ops
+from specdec_ext.models.base import RowRule
 
 # The warpers in the order in which the op applies them -> the name of the parameter, both an attribute of the
 # warper and an argument of the op, and the value that turns it off.
 STAGES: dict[type, tuple[str, float]] = {
-    hf.TemperatureLogitsWarper: ("temperature", 1.0),
-    hf.TopKLogitsWarper: ("top_k", 0),
-    hf.TopPLogitsWarper: ("top_p", 1.0),
-    hf.MinPLogitsWarper: ("min_p", 0.0),
+    warper: (name, RowRule._field_defaults[name])
+    for warper, name in (
+        (hf.TemperatureLogitsWarper, "temperature"),
+        (hf.TopKLogitsWarper, "top_k"),
+        (hf.TopPLogitsWarper, "top_p"),
+        (hf.MinPLogitsWarper, "min_p"),
+    )
 }
 DTYPES = {"top_k": torch.int64}  # the others are float32
 _ORDER = list(STAGES)

@@ -114,14 +114,15 @@ class Accepted:
         if is_latest:
             context.stage(numbers.roots if knows else None)
             positions.of(context.root_positions, numbers.root_positions if knows else None)
-        path, kept = result.path, result.num_accepted
+        path, last = result.path, [count - 1 for count in counts]
         if committed.is_overwritten:
-            path = torch.tensor(entry.paths, device="cpu")
-            kept = torch.tensor([count - 1 for count in counts], device="cpu")
-        elif knows and is_latest and (any(entry.ended) or any(entry.status)):
+            path, kept = (torch.tensor(each, device="cpu") for each in (entry.paths, last))
+        elif knows and not any(entry.ended) and not any(entry.status):
+            kept = result.num_accepted
+        elif knows and is_latest:
             kept = numbers.counts - 1
-        elif not knows or any(entry.ended) or any(entry.status):
-            kept = context.staging.stage([count - 1 for count in counts]).tensor
+        else:
+            kept = context.staging.stage(last).tensor
         return cls(path, kept, emitted, drafted, ended, entry.paths, committed)
 
     @cached_property
