@@ -60,6 +60,9 @@ class DecodingLoop:
         policy: decides what each step drafts; None without a drafter.
     """
 
+    # Whether the cached tokens of finished rows are needed at the end.
+    _keeps_finished = True
+
     def __init__(
         self, target: Target, drafter: Drafter | None, batch: Batch, policy: Policy | None
     ):
@@ -314,14 +317,15 @@ class DecodingLoop:
         rows, going = self.context.rows, self.batch.going()
         if not going or len(going) == len(rows) or self._ahead is not None:
             return bool(going)
-        # Each finished row swaps places with an active row after it, so only rows that move are copied.
-        order = list(range(len(self._layout)))
-        active, kept = 0, set(going)
-        for i, row in enumerate(rows):
-            if row in kept:
-                order[active], order[i] = order[i], order[active]
-                active += 1
-        self.target.reorder(order, active, self.context.roots)
+        # The last active rows take the places of finished ones, so few rows are copied.
+        order, active = list(range(len(self._layout))), len(going)
+        kept = set(going)
+        holes = [i for i, row in enumerate(rows[:active]) if row not in kept]
+        movers = [i for i, row in enumerate(rows) if i >= active and row in kept]
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole], order[mover] = mover, hole
+        sources = order if self._keeps_finished else [*order[:active], *range(active, len(order))]
+        self.target.reorder(sources, active, self.context.roots)
         self._layout = [self._layout[i] for i in order]
         self.context.rows = self._layout[:active]
         return True

@@ -23,6 +23,7 @@ class EngineLoop(DecodingLoop):
 
     target: SlotTarget
     batch: RequestBatch
+    _keeps_finished = False
 
     def __init__(
         self,

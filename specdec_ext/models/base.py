@@ -431,7 +431,8 @@ class Target(ABC):
         """Move row ``order[i]`` to row i; the first ``active`` rows continue, the others are finished.
 
         Args:
-            order: permutation of all rows, finished rows included.
+            order: a number for each row, finished rows included. It is a permutation if finished rows are
+                needed again.
             active: number of rows that continue.
             last_tokens: ``[rows]`` last token of each row that was active until now. The model has not read
                 the last token of a row that finishes.
