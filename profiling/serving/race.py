@@ -44,7 +44,7 @@ COLUMNS: Columns = {
     "equal texts": "{equal:.0%}",
 }
 # Length of one completion after another, as a share of ``--tokens``.
-LENGTHS = (1.0, 0.5, 1.25, 0.75, 1.5)
+LENGTHS = (1.0, 0.8, 1.15, 0.85, 1.2)
 NOTES = [
     "Tokens per second of all streams together: median, least and most of the repetitions. Time to the first",
     "token. Time per token: the gap before a piece of text, divided by its tokens. Gap: what a reader waits",
