@@ -137,15 +137,22 @@ template <int64_t kRows>
 SPECDEC_TILES_TARGET void multiply_add_to(const float* weights, int64_t weight_stride,
                                           const float* const* values, int64_t count,
                                           int64_t columns, float* out) {
+  if (count == 0) return;
   for (int64_t column = 0; column < columns; column += kColumnBlock) {
+    const auto value = [values, column](int64_t k) { return values[k] + column; };
+    float* block = out + column;
+    // The first products read the sums in memory: compilers copy blocks in parts that are narrower
+    // than vectors, and a processor waits before it reads a vector that was written in parts.
     BlockSums<kRows> sums;
     for (int64_t r = 0; r < kRows; ++r) {
-      std::copy_n(out + r * columns + column, kColumnBlock, sums[r]);
+      const float factor = weights[r * weight_stride];
+      for (int64_t j = 0; j < kColumnBlock; ++j) {
+        sums[r][j] = exact_fma(factor, value(0)[j], block[r * columns + j]);
+      }
     }
-    const auto value = [values, column](int64_t k) { return values[k] + column; };
-    add_products<kRows>(weights, weight_stride, value, 0, count, sums);
+    add_products<kRows>(weights, weight_stride, value, 1, count, sums);
     for (int64_t r = 0; r < kRows; ++r) {
-      std::copy_n(sums[r], kColumnBlock, out + r * columns + column);
+      std::copy_n(sums[r], kColumnBlock, block + r * columns);
     }
   }
 }

@@ -72,11 +72,10 @@ void ThreadTeam::run(void* team, int64_t count, int64_t grain, ParallelFor::Body
 void ThreadTeam::loop(int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
   const int64_t longest = std::max(kMaxGrains * grain, (count + kMaxChunks - 1) / kMaxChunks);
   const int64_t parts = threads_ * kChunksPerMember;
-  const int64_t size = std::clamp((count + parts - 1) / parts, grain, longest);
-  const int64_t chunks = (count + size - 1) / size;
+  const int64_t largest = std::clamp((count + parts - 1) / parts, grain, longest);
+  const int64_t chunks = (count + largest - 1) / largest;
   chunks_done_.store(0, std::memory_order_relaxed);
   count_.store(count, std::memory_order_relaxed);
-  chunk_size_.store(size, std::memory_order_relaxed);
   body_.store(body, std::memory_order_relaxed);
   context_.store(context, std::memory_order_relaxed);
   const uint64_t number = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
@@ -94,9 +93,8 @@ bool ThreadTeam::take_chunk() {
   while (true) {
     const int64_t chunks = ticket >> 16 & 0xFFFF, chunk = ticket & 0xFFFF;
     if (chunk >= chunks) return false;
-    const int64_t size = chunk_size_.load(std::memory_order_relaxed);
-    const int64_t begin = chunk * size;
-    const int64_t end = std::min(begin + size, count_.load(std::memory_order_relaxed));
+    const int64_t count = count_.load(std::memory_order_relaxed);
+    const int64_t begin = chunk * count / chunks, end = (chunk + 1) * count / chunks;
     const ParallelFor::Body body = body_.load(std::memory_order_relaxed);
     void* context = context_.load(std::memory_order_relaxed);
     if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,

@@ -16,8 +16,9 @@
 // Loops, outermost first: groups of kGroupOuts weight rows, blocks of in_features (linear.h), panels
 // of kOuts weight rows, blocks of input rows. A panel's block of in_features is transposed into L1
 // (16 or 32 KiB), where all input rows use it. The block of all inputs stays in L2 while the group's
-// panels use it. Columns are copied there. With few input rows, columns_kernel.h reads them where they
-// are.
+// panels use it. While a panel is multiplied, the weights of the next one are prefetched into L2, some
+// lines at a time. Columns are copied into L1. With few input rows, columns_kernel.h reads them where
+// they are.
 #pragma once
 
 #include "columns_kernel.h"
@@ -66,7 +67,9 @@ class ManyRowsKernel {
     for (int64_t out = first_out; out < end_out; out += kGroupOuts) {
       const int64_t end = std::min(end_out, out + kGroupOuts);
       for (int64_t first = 0; first == 0 || first < words; first += kWords) {
-        add_block(pass, out, end, first, std::min(kWords, words - first), sums);
+        const bool is_last = first + kWords >= words;
+        const Place next = is_last ? Place{end, 0} : Place{out, first + kWords};
+        add_block(pass, out, end, first, std::min(kWords, words - first), next, sums);
       }
       finish(pass, out, end, sums);
     }
@@ -78,6 +81,12 @@ class ManyRowsKernel {
   using Operand = typename F::Operand;
   using BlockFunction = void (*)(const float* panel, const float* inputs, int64_t units,
                                  bool is_first, float* sums);
+
+  // A panel's block of weights: its first row and word.
+  struct Place {
+    int64_t out;
+    int64_t word;
+  };
 
   static constexpr int kVectors = 2;
   static constexpr int64_t kVectorOuts = kLanes / F::kParts;
@@ -118,17 +127,41 @@ class ManyRowsKernel {
     std::memcpy(units, split, sizeof(split));
   }
 
-  // Multiplies a block of in_features: `words` words from `first` on.
+  // Prefetches lines [begin, end) of a panel's block. Line l is of row l % kOuts.
+  SPECDEC_LINEAR_INLINE static void prefetch(const LinearParams& params, const Place& place,
+                                             int64_t begin, int64_t end) {
+    const Source* block = static_cast<const Source*>(params.weight) +
+                          place.out * params.weight_stride + place.word * kPerWord;
+    for (int64_t line = begin; line < end; ++line) {
+      __builtin_prefetch(
+          block + line % kOuts * params.weight_stride + line / kOuts * kLineWords * kPerWord, 0, 2);
+    }
+  }
+
+  // Multiplies a block of in_features: `words` words from `first` on. The block at `following` is
+  // the next one.
   SPECDEC_LINEAR_TARGET static void add_block(const ManyRowsPass& pass, int64_t out, int64_t end,
-                                              int64_t first, int64_t words, float* sums) {
+                                              int64_t first, int64_t words, const Place& following,
+                                              float* sums) {
     static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kManyRows>());
     alignas(64) float panel[kUnits * kOuts];
     const float* inputs = pass.inputs + first * kWordUnits * pass.rows;
+    const int64_t blocks = (pass.rows + F::kManyRows - 1) / F::kManyRows;
+    const int64_t lines = kOuts * (kWords / kLineWords), share = (lines + blocks - 1) / blocks;
     for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
       load_panel(pass.params, panel_out, std::min(end, panel_out + kOuts), first, words, panel);
+      const Place next = panel_out + kOuts < end ? Place{panel_out + kOuts, first} : following;
       float* panel_sums = sums + (panel_out - out) * pass.rows;
+      int64_t line = 0;
       for (int64_t row = 0; row < pass.rows; row += F::kManyRows) {
         const int64_t rows = std::min<int64_t>(F::kManyRows, pass.rows - row);
+        // All at once, they would wait for the memory, instead of arriving beside the arithmetic.
+        // The hardware prefetcher restarts with each weight row.
+        if constexpr (kKind == ProductKind::kRows) {
+          const int64_t last = std::min(lines, line + share);
+          prefetch(pass.params, next, line, last);
+          line = last;
+        }
         kFunctions[rows - 1](panel, inputs + row * kUnits, words * kWordUnits, first == 0,
                              panel_sums + row * kOuts);
       }
@@ -170,7 +203,6 @@ class ManyRowsKernel {
     alignas(64) float copied[kTransposed][kWords];
     const bool is_whole =
         words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
-    const int64_t next = kOuts * params.weight_stride / kPerWord;
     for (int64_t i = 0; i < kOuts; i += kTransposed) {
       const float* rows[kTransposed];
       if constexpr (kHasCodes) {
@@ -194,12 +226,6 @@ class ManyRowsKernel {
         }
       }
       for (int64_t word = 0; word < words; word += kTransposed) {
-        // Prefetches the next panel: the hardware prefetcher restarts with each row.
-        if (!kHasCodes && word % kLineWords == 0) {
-          SPECDEC_UNROLL for (int64_t j = 0; j < kTransposed; ++j) {
-            __builtin_prefetch(rows[j] + word + next, 0, 2);
-          }
-        }
         float* columns = panel + word * kWordUnits * kOuts + i;
         if constexpr (kWordUnits == 1) {
           F::transpose(rows, word, columns, kOuts);
@@ -263,7 +289,11 @@ class ManyRowsKernel {
         for (int64_t i = 0; i < kOuts; ++i) {
           from_float(panel_sums[r * kOuts + i] + bias[i], rounded + i);
         }
-        std::memcpy(output, rounded, count * sizeof(Stored));
+        if (count == kOuts) {
+          std::memcpy(output, rounded, sizeof(rounded));
+        } else {
+          std::memcpy(output, rounded, count * sizeof(Stored));
+        }
       }
     }
   }

@@ -1,12 +1,12 @@
 // A team of threads that stays together for many short parallel loops. Waking a pool takes
 // microseconds, as long as such a loop itself, so the members of a team wait without sleeping.
 //
-// Each loop is cut into some chunks per member, and a free member takes the next chunk. So members
-// that run at different speeds, as the memory serves them, end at about the same time, and if the
-// system runs a member late or never, others do its chunks. Two waits remain: for a member that the system interrupts within a chunk, and for the pool to gather its
-// threads at the end. Where other processes compete for the processors, such a wait is a time slice
-// of theirs, longer than all loops of a run. `Sharing` notices this, and then leaders work alone
-// for a while.
+// Each loop is cut into some chunks per member, as even as possible, and a free member takes the
+// next chunk. So members that run at different speeds, as the memory serves them, end at about the
+// same time, and if the system runs a member late or never, others do its chunks. Two waits remain:
+// for a member that the system interrupts within a chunk, and for the pool to gather its threads at
+// the end. Where other processes compete for the processors, such a wait is a time slice of theirs,
+// longer than all loops of a run. `Sharing` notices this, and then leaders work alone for a while.
 #pragma once
 
 #include <atomic>
@@ -91,7 +91,6 @@ class ThreadTeam {
   alignas(64) std::atomic<bool> is_over_{false};
   // The current loop.
   std::atomic<int64_t> count_{0};
-  std::atomic<int64_t> chunk_size_{0};
   std::atomic<ParallelFor::Body> body_{nullptr};
   std::atomic<void*> context_{nullptr};
 
