@@ -109,8 +109,9 @@ def test_an_error_of_one_request_disturbs_no_other(model):
 
 
 def test_a_step_reads_as_many_prompts_as_its_budget_allows(model, monkeypatch):
-    """A running text waits for 8 tokens of prompts at most, however many of them there are."""
+    """A running text waits for 8 tokens of prompts at most, and long parts are told to the policy."""
     read, step, prefill = [[]], EngineLoop.step, Request.prefill
+    hurries = []
     submitted = threading.Event()
 
     def counted(request):
@@ -123,8 +124,10 @@ def test_a_step_reads_as_many_prompts_as_its_budget_allows(model, monkeypatch):
         step(loop)
 
     monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(engine, "LONG_PART", 5)
     monkeypatch.setattr(Request, "prefill", counted)
     monkeypatch.setattr(EngineLoop, "step", counting_step)
+    monkeypatch.setattr(EngineLoop, "hurry", lambda loop: hurries.append(sum(read[-1])))
     with Engine(model, drafter=None, max_rows=9) as decoder:
         running = decoder.submit([9], max_new_tokens=100)
         next(iter(running))
@@ -134,6 +137,7 @@ def test_a_step_reads_as_many_prompts_as_its_budget_allows(model, monkeypatch):
         for ids, handle in zip(prompts, handles, strict=True):
             assert handle.result(60) == text_of(model, ids, max_new_tokens=20)
     assert [each for each in read if each] == [[1], [3, 4], [8], [4], [5, 2]]
+    assert hurries == [7, 8, 7]
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "head"])

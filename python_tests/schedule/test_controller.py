@@ -23,7 +23,7 @@ import specdec_ext
 from specdec_ext import DraftModelDrafter, SpeculationConfig, SpeculationStats, TreeConfig
 from specdec_ext.report import Report
 from specdec_ext.schedule.acceptance import Acceptance, LearntAcceptance, judged
-from specdec_ext.schedule.controller import HOPELESS, Controller
+from specdec_ext.schedule.controller import HOPELESS, SHORT_LEVELS, Controller
 from specdec_ext.schedule.costs import Curve, VerifyCosts
 from specdec_ext.schedule.memory import (
     FIRST_BALANCE,
@@ -598,6 +598,44 @@ def test_changed_costs_are_measured_again():
     assert stats.shapes["plain"] >= 5
     curve = memory_of(world.model, drafter).verify.curve(1, 2900)
     assert curve(1) == pytest.approx(6 * MS, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("cost", "options"), [(head_cost, CHAINS), (lookup_cost, {"length": 8})], ids=["head", "lookup"]
+)
+def test_drafts_after_a_long_part_of_a_prompt_are_short(cost, options):
+    passes, hurried = [], []
+
+    class Hurried(Controller):
+        def choose(self, context):
+            hurried.append(len(hurried) % 5 == 0)
+            if hurried[-1]:
+                self.hurry()
+            return super().choose(context)
+
+    world = World(lambda rows, nodes: passes.append(nodes) or verify(rows, nodes))
+    drafter = world.drafter(always(0.9), cost, **options)
+    world.run(drafter, 300)
+    passes.clear()
+    policy = Hurried(SpeculationConfig(clock=world.clock), drafter, world.model)
+    stats = world.run(drafter, 600, policy=policy)
+    short = [nodes for nodes, each in zip(passes, hurried, strict=True) if each]
+    others = [nodes for nodes, each in zip(passes, hurried, strict=True) if not each]
+    assert max(short) == 1 + SHORT_LEVELS
+    assert fmean(short) > SHORT_LEVELS  # they are no plain steps either
+    assert fmean(others) > 5
+    assert stats.drafts == len(passes) - stats.shapes.get("plain", 0)
+
+
+def test_pinned_drafts_are_not_shortened():
+    world = World(verify)
+    drafter = world.drafter(always(0.9), head_cost, **CHAINS)
+    settings = SpeculationConfig(may_rest=False, shapes=[TreeConfig(depth=4)], clock=world.clock)
+    policy = Controller(settings, drafter, world.model)
+    original = policy.choose
+    policy.choose = lambda context: policy.hurry() or original(context)
+    world.run(drafter, 60, policy=policy)
+    assert set(drafter.asked) == {4}
 
 
 def test_remaining_rows_keep_their_drafts():

@@ -39,6 +39,9 @@ from specdec_ext.cli.shared.ranks import (
 )
 from specdec_ext.defaults import MAX_BODY_BYTES, MAX_ROWS, PREFIX_TOKENS
 
+# How long the thread that decodes waits for the one that answers, when both run Python; by default 0.005.
+SWITCH_SECONDS = 0.0005
+
 
 def serve(
     model: ServedArgument,
@@ -105,6 +108,7 @@ def serve(
     from specdec_ext.serve.server import serve as serve_engine
     from specdec_ext.serve.service import Settings
 
+    sys.setswitchinterval(SWITCH_SECONDS)
     with user_errors("--host, --port"):
         place = bound(host, port) if tp == 1 or rank() == 0 else None
     template = read_template(chat_template)

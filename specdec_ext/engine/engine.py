@@ -36,6 +36,9 @@ from specdec_ext.stats import SpeculationStats
 # Number of prompt tokens that a step reads at most. Longer prompts are read in several steps, always in parts
 # of this many tokens, so that the text does not depend on what else is running.
 PREFILL_TOKENS = 256
+# So many tokens are a long part. The drafts of the step after it are short, because running texts have waited
+# already: the longest times per token are in these steps.
+LONG_PART = PREFILL_TOKENS // 2
 
 
 class Engine:
@@ -369,15 +372,15 @@ class Engine:
     @transactional
     def _read_prompts(self) -> None:
         """Read prompts, PREFILL_TOKENS at most; requests whose prompts are complete join the batch."""
-        budget = PREFILL_TOKENS
+        read = 0
         while self._reading:
             request = self._reading[0]
             try:
                 if not request.has_begun:
                     request.begin()
-                budget -= request.next_pass
-                if budget < 0:
-                    return
+                if read + request.next_pass > PREFILL_TOKENS:
+                    break
+                read += request.next_pass
                 output = request.prefill()
             except Exception as error:
                 request.error = error
@@ -391,6 +394,8 @@ class Engine:
             else:
                 request.finish()
             self._reading.popleft()
+        if read >= LONG_PART:
+            self._loop.hurry()
 
     def _attempt(self, work: Callable[..., None], *args: Any) -> None:
         """Run something of the whole batch. An error that is not of one request ends all requests in it."""

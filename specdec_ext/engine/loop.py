@@ -46,6 +46,11 @@ class EngineLoop(DecodingLoop):
         if self._ahead is not None:
             self.step(goes_on=False)
 
+    def hurry(self) -> None:
+        """Take note that the rows have waited while a long part of a prompt was read."""
+        if self.policy is not None:
+            self.policy.hurry()
+
     def join(self, request: Request, output: TargetOutput) -> None:
         """Let a request join that has emitted its first token. No round is ahead.
 

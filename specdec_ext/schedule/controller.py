@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -66,6 +67,8 @@ SHORT_TEXT, SHORT_FIRST_STEPS = 32, 3  # tokens, steps
 # After so many steps in a row in which all of its drafts were wrong, a drafter rests until AWAKE_STEPS before
 # the next probe, in which it keeps some text to draft from.
 HOPELESS, AWAKE_STEPS = 4, 64
+# Most levels of a draft after a long part of a prompt.
+SHORT_LEVELS = 2
 # Upper limit of the credit for probes, in plain steps.
 MAX_CREDIT = 1.5
 # A draft after this many steps without one is a draft after a pause.
@@ -107,6 +110,7 @@ class Controller(Policy):
         self._gain = Gain()
         self._stopped: float | None = None  # when the clock was stopped
         self._step = 0
+        self._hurries = self._is_short = False  # whether the next draft is short, and this one
         self._rows = 0  # active rows at the last choice
         # Plain steps that are already decided: the number to come, and the number done but not timed yet.
         self._skip = self._skipped = 0
@@ -185,8 +189,12 @@ class Controller(Policy):
         holds = self._hold and (self._held_is_probe or self._pays) and self._option is not None
         return True if holds else None
 
+    def hurry(self) -> None:
+        self._hurries = self._settings.may_rest
+
     def choose(self, context: Context) -> bool:
         same_rows = self._rows == len(context.rows)
+        hurries, self._hurries = self._hurries, False
         if self._skip and same_rows:
             # Nothing else happens here: while drafts do not pay, this is almost every step.
             self._skip -= 1
@@ -213,9 +221,20 @@ class Controller(Policy):
             option = self._chosen(context, room)
         if option is None:
             return False
+        self._is_short = hurries and not self._probing
+        if self._is_short:
+            option = self._shortened(option)
         self._use(option)
         context.shape = option.shape
         return option.source is not Source.PLAIN
+
+    def _shortened(self, option: Option) -> Option:
+        """The option, if it is a shape of the drafter with few levels of its kind."""
+        shape = option.shape
+        if not isinstance(shape, TreeConfig) or shape.levels <= SHORT_LEVELS:
+            return option
+        shapes = self._shapes[kind_of(shape)]
+        return replace(option, shape=min(shapes, key=lambda each: abs(each.levels - SHORT_LEVELS)))
 
     def repeat(self) -> None:
         if self._skip:
@@ -496,7 +515,8 @@ class Controller(Policy):
             self._acceptance.ahead(row, kind, depth, branches)[: depth + 1]
             for row, kind, depth in zip(context.rows, kinds, depths, strict=True)
         ]
-        kept = self._kept(ahead, columns)
+        most = SHORT_LEVELS if self._is_short and not self._drafter.whole else deepest
+        kept = self._kept(ahead, columns[: most + 1])
         self._estimate_lookup(ahead, kinds, kept, columns[kept])
         if kept < deepest:
             return tree.pruned([kept] * tree.num_rows)

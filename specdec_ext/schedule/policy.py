@@ -60,6 +60,9 @@ class Policy:
         """
         return True
 
+    def hurry(self) -> None:
+        """Take note that the rows have waited for a long part of a prompt: the next step should be short."""
+
     def repeat(self) -> None:
         """Begin a step as it was ``decided`` in the last one, in place of :meth:`choose`."""
 

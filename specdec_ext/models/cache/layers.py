@@ -165,7 +165,9 @@ class RollbackLayer(DynamicLayer):
     def move_rows(self, to: Tensor, source: Tensor) -> None:
         """Copy row ``source[i]`` to row ``to[i]``, for all i at once."""
         for buffer in self.buffers:
-            buffer[to.to(buffer.device)] = buffer[source.to(buffer.device)]
+            # These ops copy whole rows; an assignment to buffer[to] would go number by number.
+            moved = buffer.index_select(0, source.to(buffer.device))
+            buffer.index_copy_(0, to.to(buffer.device), moved)
 
     def read(self, begin: int, end: int) -> list[Tensor]:
         """Slots of the first row, for each of ``buffers`` ``[1, heads, end - begin, dim]``, as views."""
