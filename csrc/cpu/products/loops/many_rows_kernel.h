@@ -127,6 +127,12 @@ class ManyRowsKernel {
     std::memcpy(units, split, sizeof(split));
   }
 
+  // The number of lines of a panel's block from a word on.
+  static int64_t num_lines(const LinearParams& params, int64_t word) {
+    const int64_t words = std::min(kWords, num_words(params.in_features) - word);
+    return kOuts * ((words + kLineWords - 1) / kLineWords);
+  }
+
   // Prefetches lines [begin, end) of a panel's block. Line l is of row l % kOuts.
   SPECDEC_LINEAR_INLINE static void prefetch(const LinearParams& params, const Place& place,
                                              int64_t begin, int64_t end) {
@@ -147,10 +153,11 @@ class ManyRowsKernel {
     alignas(64) float panel[kUnits * kOuts];
     const float* inputs = pass.inputs + first * kWordUnits * pass.rows;
     const int64_t blocks = (pass.rows + F::kManyRows - 1) / F::kManyRows;
-    const int64_t lines = kOuts * (kWords / kLineWords), share = (lines + blocks - 1) / blocks;
     for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
       load_panel(pass.params, panel_out, std::min(end, panel_out + kOuts), first, words, panel);
       const Place next = panel_out + kOuts < end ? Place{panel_out + kOuts, first} : following;
+      const int64_t lines = num_lines(pass.params, next.word);
+      const int64_t share = (lines + blocks - 1) / blocks;
       float* panel_sums = sums + (panel_out - out) * pass.rows;
       int64_t line = 0;
       for (int64_t row = 0; row < pass.rows; row += F::kManyRows) {
