@@ -127,18 +127,16 @@ class ManyRowsKernel {
     std::memcpy(units, split, sizeof(split));
   }
 
-  // The number of lines of a panel's block from a word on.
-  static int64_t num_lines(const LinearParams& params, int64_t word) {
-    const int64_t words = std::min(kWords, num_words(params.in_features) - word);
-    return kOuts * ((words + kLineWords - 1) / kLineWords);
-  }
-
-  // Prefetches lines [begin, end) of a panel's block. Line l is of row l % kOuts.
+  // Prefetches one of `parts` parts of the block at `place`. All of it at once would wait for the
+  // memory, instead of arriving beside the arithmetic. The hardware prefetcher restarts with each
+  // weight row.
   SPECDEC_LINEAR_INLINE static void prefetch(const LinearParams& params, const Place& place,
-                                             int64_t begin, int64_t end) {
+                                             int64_t part, int64_t parts) {
+    const int64_t words = std::min(kWords, num_words(params.in_features) - place.word);
+    const int64_t lines = kOuts * ((words + kLineWords - 1) / kLineWords);
     const Source* block = static_cast<const Source*>(params.weight) +
                           place.out * params.weight_stride + place.word * kPerWord;
-    for (int64_t line = begin; line < end; ++line) {
+    for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) {
       __builtin_prefetch(
           block + line % kOuts * params.weight_stride + line / kOuts * kLineWords * kPerWord, 0, 2);
     }
@@ -156,18 +154,11 @@ class ManyRowsKernel {
     for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
       load_panel(pass.params, panel_out, std::min(end, panel_out + kOuts), first, words, panel);
       const Place next = panel_out + kOuts < end ? Place{panel_out + kOuts, first} : following;
-      const int64_t lines = num_lines(pass.params, next.word);
-      const int64_t share = (lines + blocks - 1) / blocks;
       float* panel_sums = sums + (panel_out - out) * pass.rows;
-      int64_t line = 0;
       for (int64_t row = 0; row < pass.rows; row += F::kManyRows) {
         const int64_t rows = std::min<int64_t>(F::kManyRows, pass.rows - row);
-        // All at once, they would wait for the memory, instead of arriving beside the arithmetic.
-        // The hardware prefetcher restarts with each weight row.
         if constexpr (kKind == ProductKind::kRows) {
-          const int64_t last = std::min(lines, line + share);
-          prefetch(pass.params, next, line, last);
-          line = last;
+          prefetch(pass.params, next, row / F::kManyRows, blocks);
         }
         kFunctions[rows - 1](panel, inputs + row * kUnits, words * kWordUnits, first == 0,
                              panel_sums + row * kOuts);
@@ -296,7 +287,7 @@ class ManyRowsKernel {
         for (int64_t i = 0; i < kOuts; ++i) {
           from_float(panel_sums[r * kOuts + i] + bias[i], rounded + i);
         }
-        if (count == kOuts) {
+        if (count == kOuts) {  // a size that compilers know takes no call
           std::memcpy(output, rounded, sizeof(rounded));
         } else {
           std::memcpy(output, rounded, count * sizeof(Stored));
