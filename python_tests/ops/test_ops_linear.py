@@ -29,7 +29,7 @@ def TRANSPOSED(input, weight, bias=None):
     return ops.linear(input, columns(weight), bias)
 
 
-# Below, at and beyond a step (16 or 32), a chunk (128 to 1024) and a tile or a group of 24 to 64 outputs.
+# Below, at and beyond a step (16 or 32), a chunk (512 or 1024) and a tile or a group of 24 to 64 outputs.
 IN_FEATURES = [1, 15, 16, 17, 33, 256, 511, 513, 1056, 2049]
 OUT_FEATURES = [1, 2, 7, 24, 25, 50, 63, 97]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 31, 32, 33, 70]
@@ -153,7 +153,7 @@ def test_error_is_at_most_twice_torchs(in_features, dtype, linear):
 
 @every_product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("in_features", [7, 256, 1100])
+@pytest.mark.parametrize("in_features", [7, 256, 1100, 8300])
 def test_a_row_does_not_depend_on_the_others(in_features, dtype, linear):
     """Every number of rows, and the row at every position of the batch."""
     input, weight, bias = random_arguments(70, in_features, 50, dtype)

@@ -26,6 +26,8 @@ struct Portable {
   using Vector = Lanes;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 2;
+  static constexpr int kStreamRows = 2;
+  static constexpr int kStreamOuts = 2;
   static constexpr int kPanelRows = 2;
   static constexpr int kManyRows = 2;
   static constexpr int num_outs(int) { return 2; }

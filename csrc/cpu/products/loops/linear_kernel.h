@@ -6,6 +6,8 @@
 //   Vector       16 / kParts lanes in a register; kParts of them are the sums of an output element
 //   Operand      the part of a step for one Vector
 //   kMaxRows     largest number of input rows in a register block
+//   kStreamRows  largest number of input rows of a stream, see below
+//   kStreamOuts  weight rows in its register block, if there is one input row
 //   num_outs(r)  weight rows in a register block of r input rows; divides kTileOuts
 //   load(p), load_first(p, count)             the Operand at p; its first elements, then zeros
 //   keep(operand)                             keeps it in a register, see step()
@@ -15,9 +17,13 @@
 //
 // Loops, outermost first: tiles of kTileOuts weight rows, chunks of in_features, blocks of input
 // rows, blocks of weight rows. A block's chunk of inputs stays in L1 while the tile's weights are
-// read (kChunkBytes x kMaxRows = 16 KiB). The tile's chunk of weights stays in L2 until the other
-// blocks of input rows have used it. Between chunks the lanes are stored in memory, which does not
-// change their bits.
+// read (kInputBytes). The tile's chunk of weights stays in L2 until the other blocks of input rows
+// have used it. Between chunks the lanes are stored in memory, which does not change their bits.
+//
+// A pass of few rows is a stream: one block of all its input rows, and one weight row at a time or a
+// few for a single input row. So a thread reads the weights nearly in the order of memory, which is
+// what hardware prefetches best. Other passes read several weight rows at a time, because each input
+// is then loaded less often.
 #pragma once
 
 #include <array>
@@ -30,7 +36,8 @@
 
 namespace specdec::cpu {
 
-constexpr int64_t kChunkBytes = 2048;  // of one row
+constexpr int64_t kInputBytes = 16384;  // a block's chunk of inputs, half of L1
+constexpr int64_t kChunkBytes = 2048;   // of one row, if the pass is no stream
 
 // The sums of a register block: of kRows input rows and kOuts weight rows, in F::kParts vectors.
 template <class F, int kRows, int kOuts>
@@ -49,22 +56,22 @@ template <class F, class Stored, int kRows, int kOuts>
 SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row, int64_t out,
                                         const BlockSums<F, kRows, kOuts>& sums) {
   const Stored* bias = params.bias ? static_cast<const Stored*>(params.bias) + out : nullptr;
-  SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
-    const int64_t output = (row + r) * params.output_stride + out;
-    SPECDEC_UNROLL for (int first = 0; first < kOuts; first += 4) {
-      typename F::Vector four[4][F::kParts];
-      SPECDEC_UNROLL for (int i = 0; i < 4 * F::kParts; ++i) {
-        const int element = first + i / F::kParts;
-        four[i / F::kParts][i % F::kParts] =
-            element < kOuts ? sums[r][element % kOuts][i % F::kParts] : F::zero();
-      }
-      float totals[4];
-      F::total(four, totals);
-      SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
-        if (first + i == kOuts) break;
-        const float sum = bias ? totals[i] + to_float(bias[first + i]) : totals[i];
-        from_float(sum, static_cast<Stored*>(params.output) + output + first + i);
-      }
+  Stored* output = static_cast<Stored*>(params.output) + row * params.output_stride + out;
+  constexpr int kElements = kRows * kOuts;
+  SPECDEC_UNROLL for (int first = 0; first < kElements; first += 4) {
+    typename F::Vector four[4][F::kParts];
+    SPECDEC_UNROLL for (int i = 0; i < 4 * F::kParts; ++i) {
+      const int element = first + i / F::kParts, part = i % F::kParts;
+      four[i / F::kParts][part] =
+          element < kElements ? sums[element / kOuts][element % kOuts][part] : F::zero();
+    }
+    float totals[4];
+    F::total(four, totals);
+    SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
+      if (first + i == kElements) break;
+      const int r = (first + i) / kOuts, o = (first + i) % kOuts;
+      from_float(bias ? totals[i] + to_float(bias[o]) : totals[i],
+                 output + r * params.output_stride + o);
     }
   }
 }
@@ -76,15 +83,20 @@ class LinearKernel {
                                         int64_t end_out) {
     alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
     const LinearParams& params = pass.params;
-    const int64_t chunk = even_part(pass.steps, kChunkBytes / kStepBytes) * kStep;
+    const int64_t chunk_bytes = is_stream(pass) ? kInputBytes / pass.rows : kChunkBytes;
+    const int64_t chunk = even_part(pass.steps, chunk_bytes / kStepBytes) * kStep;
     for (int64_t out = first_out; out < end_out; out += kTileOuts) {
       const int64_t num_outs = std::min(kTileOuts, end_out - out);
       for (int64_t first = 0; first < pass.steps * kStep; first += chunk) {
         const bool is_last = first + chunk >= params.in_features;
-        // The next tile's first chunk follows a tile's last one; nothing follows the last tile.
-        const int64_t next = !is_last                    ? chunk
-                             : out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first
-                                                         : 0;
+        // A stream prefetches its next block. Others prefetch the next chunk: that of the next tile
+        // after a tile's last one, and none after the last tile.
+        int64_t next = chunk;
+        if (is_stream(pass)) {
+          next = stream_outs(pass.rows) * params.weight_stride;
+        } else if (is_last) {
+          next = out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first : 0;
+        }
         run_chunk(pass, lanes,
                   {params, out, num_outs, first, std::min(chunk, params.in_features - first), next,
                    first == 0, is_last});
@@ -115,27 +127,39 @@ class LinearKernel {
 
   using BlockFunction = void (*)(const Chunk&, const Element* inputs, int64_t row, float* lanes);
 
+  static bool is_stream(const LinearPass& pass) { return pass.rows <= F::kStreamRows; }
+  static constexpr int stream_outs(int64_t rows) { return rows == 1 ? F::kStreamOuts : 1; }
+
   template <size_t... kIndex>
-  static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
-    return std::array<BlockFunction, sizeof...(kIndex)>{run_block<kIndex + 1>...};
+  static constexpr auto blocks_by_rows(std::index_sequence<kIndex...>) {
+    return std::array<BlockFunction, sizeof...(kIndex)>{
+        run_block<kIndex + 1, F::num_outs(kIndex + 1)>...};
+  }
+
+  template <size_t... kIndex>
+  static constexpr auto streams_by_rows(std::index_sequence<kIndex...>) {
+    return std::array<BlockFunction, sizeof...(kIndex)>{
+        run_block<kIndex + 1, stream_outs(kIndex + 1)>...};
   }
 
   SPECDEC_LINEAR_TARGET static void run_chunk(const LinearPass& pass, float* lanes,
                                               const Chunk& chunk) {
-    static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kMaxRows>());
+    static constexpr auto kBlocks = blocks_by_rows(std::make_index_sequence<F::kMaxRows>());
+    static constexpr auto kStreams = streams_by_rows(std::make_index_sequence<F::kStreamRows>());
+    const BlockFunction* functions = is_stream(pass) ? kStreams.data() : kBlocks.data();
     const Element* inputs = reinterpret_cast<const Element*>(pass.inputs);
     for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
       const int64_t rows = std::min(pass.block_rows, pass.rows - row);
-      kFunctions[rows - 1](chunk, inputs + row * pass.steps * kStep + rows * chunk.first,
-                           pass.first_row + row, lanes + row * kTileOuts * kLanes);
+      functions[rows - 1](chunk, inputs + row * pass.steps * kStep + rows * chunk.first,
+                          pass.first_row + row, lanes + row * kTileOuts * kLanes);
     }
   }
 
-  // Multiplies one block of kRows input rows with the tile. `lanes` is [kRows, kTileOuts, kLanes].
-  template <int kRows>
+  // Multiplies one block of kRows input rows with the tile, kOuts weight rows at a time. `lanes` is
+  // [kRows, kTileOuts, kLanes].
+  template <int kRows, int kOuts>
   SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk, const Element* inputs,
                                               int64_t row, float* lanes) {
-    constexpr int kOuts = F::num_outs(kRows);
     static_assert(kTileOuts % kOuts == 0);
     int64_t out = 0;
     for (; out + kOuts <= chunk.num_outs; out += kOuts) {
@@ -163,10 +187,12 @@ class LinearKernel {
     const int64_t count = chunk.count, next = chunk.next;
     int64_t k = 0;
     for (; k + kStep <= count; k += kStep) {
-      // Prefetches into L2. The hardware prefetcher stops at each 4 KiB and restarts with each row,
-      // which was measured to reach half of the bandwidth.
-      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
-        __builtin_prefetch(weights[i] + k + next, 0, 2);
+      // Prefetches into L2. With several rows at a time, the hardware prefetcher restarts with each,
+      // which was measured to reach half of the bandwidth; one row at a time needs no help.
+      if constexpr (kOuts > 1) {
+        SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+          __builtin_prefetch(weights[i] + k + next, 0, 2);
+        }
       }
       step<kRows, kOuts>(inputs + kRows * k, weights, k, kStep, sums);
     }

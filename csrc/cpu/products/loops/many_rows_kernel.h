@@ -302,10 +302,9 @@ template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
   using ManyRows = ManyRowsKernel<Many, Element, Element, ProductKind::kRows>;
-  return {F::kMaxRows,           nullptr,
-          LinearKernel<F>::run,  PanelKernel<F>::run,
-          ManyRows::packed_size, ManyRows::pack_inputs,
-          ManyRows::run};
+  return {F::kMaxRows,           F::kStreamRows,      nullptr,
+          LinearKernel<F>::run,  PanelKernel<F>::run, ManyRows::packed_size,
+          ManyRows::pack_inputs, ManyRows::run};
 }
 
 // The products of codes or columns with the format F of float32, for inputs and outputs of a type.
@@ -313,11 +312,18 @@ template <class F, class Stored>
 Products wide_products(ProductKind kind) {
   if (kind == ProductKind::kColumns) {
     using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
-    return {
-        0, nullptr, nullptr, nullptr, ManyRows::packed_size, ManyRows::pack_inputs, ManyRows::run};
+    return {0,
+            0,
+            nullptr,
+            nullptr,
+            nullptr,
+            ManyRows::packed_size,
+            ManyRows::pack_inputs,
+            ManyRows::run};
   }
   using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kFloatCodes>;
   Products products{F::kMaxCodeRows,
+                    0,
                     nullptr,
                     CodesKernel<F, Stored>::run,
                     nullptr,
