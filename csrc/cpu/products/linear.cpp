@@ -78,7 +78,7 @@ void for_each_pass(const LinearParams& params, const Products& code, const Compu
   const int64_t steps = num_steps(params);
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);
-    const int64_t block_rows = rows <= code.stream_rows ? rows : even_part(rows, code.max_rows);
+    const int64_t block_rows = code.block_rows(rows);
     if (packed.size() < static_cast<size_t>(rows * steps)) packed.resize(rows * steps);
     if (code.pack_integers) {
       code.pack_integers(params, row, rows, block_rows, packed.data()->bytes);

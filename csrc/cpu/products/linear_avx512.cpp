@@ -27,6 +27,7 @@ struct Avx512 : Transposes {
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 8;
   static constexpr int kStreamRows = 4;
+  static constexpr int kStreamOuts = 1;
   static constexpr int kPanelRows = 8;
   static constexpr int kManyRows = 12;
   static constexpr int num_outs(int rows) {
@@ -56,8 +57,8 @@ struct Avx512 : Transposes {
 
 struct Float32 : Avx512, IntegerPacking {
   using Element = float;
-  static constexpr int kStreamOuts = 8;
   using Operand = __m512;
+  static constexpr int kStreamOuts = 8;
   SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm512_loadu_ps(p); }
   SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
     return _mm512_maskz_loadu_ps((1u << count) - 1, p);
@@ -154,7 +155,6 @@ SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
 // vdpbf16ps is two fused multiply-adds, odd elements first, with subnormals treated as zero.
 struct BFloat16Dot : Avx512 {
   using Element = BFloat16;
-  static constexpr int kStreamOuts = 1;
   using Operand = __m512i;
   SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) { return _mm512_loadu_si512(p); }
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
@@ -169,7 +169,6 @@ struct BFloat16Dot : Avx512 {
 
 struct BFloat16Split : Avx512 {
   using Element = BFloat16;
-  static constexpr int kStreamOuts = 1;
   struct Operand {
     __m512 odd, even;
   };

@@ -76,8 +76,8 @@ struct ManyRowsPass {
 
 // The products of one element type and kind on one instruction set.
 struct Products {
-  int64_t max_rows;     // of a block of a LinearPass,
-  int64_t stream_rows;  // unless a pass of up to so many rows is one block
+  // The rows of a block of a LinearPass of `rows` rows.
+  int64_t (*block_rows)(int64_t rows);
   // Packs `rows` input rows from `first_row` on, if inputs are packed as integers.
   void (*pack_integers)(const LinearParams& params, int64_t first_row, int64_t rows,
                         int64_t block_rows, std::byte* packed);

@@ -139,6 +139,8 @@ void expand_codes(const CodeBlock& block, float* weights, int64_t stride) {
 template <class F, class Stored>
 class CodesKernel {
  public:
+  static int64_t block_rows(int64_t rows) { return even_part(rows, F::kMaxCodeRows); }
+
   static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
     constexpr auto kRows = std::make_index_sequence<F::kMaxCodeRows>();
     if constexpr (std::is_same_v<Stored, BFloat16>) {  // others are multiplied as integers

@@ -31,6 +31,8 @@ constexpr int64_t kUnitBlocks = kIntegerInputs / kCodeBlock;
 template <class F, class Stored>
 class IntegersKernel {
  public:
+  static int64_t block_rows(int64_t rows) { return even_part(rows, F::kMaxIntegerRows); }
+
   // Packs `rows` input rows from `first_row` on.
   SPECDEC_LINEAR_TARGET static void pack(const LinearParams& params, int64_t first_row,
                                          int64_t rows, int64_t block_rows, std::byte* packed) {

@@ -79,11 +79,15 @@ SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row,
 template <class F>
 class LinearKernel {
  public:
+  static int64_t block_rows(int64_t rows) {
+    return is_stream(rows) ? rows : even_part(rows, F::kMaxRows);
+  }
+
   SPECDEC_LINEAR_TARGET static void run(const LinearPass& pass, int64_t first_out,
                                         int64_t end_out) {
     alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
     const LinearParams& params = pass.params;
-    const int64_t chunk_bytes = is_stream(pass) ? kInputBytes / pass.rows : kChunkBytes;
+    const int64_t chunk_bytes = is_stream(pass.rows) ? kInputBytes / pass.rows : kChunkBytes;
     const int64_t chunk = even_part(pass.steps, chunk_bytes / kStepBytes) * kStep;
     for (int64_t out = first_out; out < end_out; out += kTileOuts) {
       const int64_t num_outs = std::min(kTileOuts, end_out - out);
@@ -92,8 +96,8 @@ class LinearKernel {
         // A stream prefetches its next block. Others prefetch the next chunk: that of the next tile
         // after a tile's last one, and none after the last tile.
         int64_t next = chunk;
-        if (is_stream(pass)) {
-          next = stream_outs(pass.rows) * params.weight_stride;
+        if (is_stream(pass.rows)) {
+          next = block_outs<true>(pass.rows) * params.weight_stride;
         } else if (is_last) {
           next = out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first : 0;
         }
@@ -127,26 +131,28 @@ class LinearKernel {
 
   using BlockFunction = void (*)(const Chunk&, const Element* inputs, int64_t row, float* lanes);
 
-  static bool is_stream(const LinearPass& pass) { return pass.rows <= F::kStreamRows; }
-  static constexpr int stream_outs(int64_t rows) { return rows == 1 ? F::kStreamOuts : 1; }
+  static bool is_stream(int64_t rows) { return rows <= F::kStreamRows; }
 
-  template <size_t... kIndex>
-  static constexpr auto blocks_by_rows(std::index_sequence<kIndex...>) {
-    return std::array<BlockFunction, sizeof...(kIndex)>{
-        run_block<kIndex + 1, F::num_outs(kIndex + 1)>...};
+  // Weight rows in a register block of so many input rows.
+  template <bool kIsStream>
+  static constexpr int block_outs(int rows) {
+    if (!kIsStream) return F::num_outs(rows);
+    return rows == 1 ? F::kStreamOuts : 1;
   }
 
-  template <size_t... kIndex>
-  static constexpr auto streams_by_rows(std::index_sequence<kIndex...>) {
+  template <bool kIsStream, size_t... kIndex>
+  static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
     return std::array<BlockFunction, sizeof...(kIndex)>{
-        run_block<kIndex + 1, stream_outs(kIndex + 1)>...};
+        run_block<kIndex + 1, block_outs<kIsStream>(kIndex + 1)>...};
   }
 
   SPECDEC_LINEAR_TARGET static void run_chunk(const LinearPass& pass, float* lanes,
                                               const Chunk& chunk) {
-    static constexpr auto kBlocks = blocks_by_rows(std::make_index_sequence<F::kMaxRows>());
-    static constexpr auto kStreams = streams_by_rows(std::make_index_sequence<F::kStreamRows>());
-    const BlockFunction* functions = is_stream(pass) ? kStreams.data() : kBlocks.data();
+    static constexpr auto kBlocks =
+        functions_by_rows<false>(std::make_index_sequence<F::kMaxRows>());
+    static constexpr auto kStreams =
+        functions_by_rows<true>(std::make_index_sequence<F::kStreamRows>());
+    const BlockFunction* functions = is_stream(pass.rows) ? kStreams.data() : kBlocks.data();
     const Element* inputs = reinterpret_cast<const Element*>(pass.inputs);
     for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
       const int64_t rows = std::min(pass.block_rows, pass.rows - row);

@@ -302,9 +302,13 @@ template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
   using ManyRows = ManyRowsKernel<Many, Element, Element, ProductKind::kRows>;
-  return {F::kMaxRows,           F::kStreamRows,      nullptr,
-          LinearKernel<F>::run,  PanelKernel<F>::run, ManyRows::packed_size,
-          ManyRows::pack_inputs, ManyRows::run};
+  return {LinearKernel<F>::block_rows,
+          nullptr,
+          LinearKernel<F>::run,
+          PanelKernel<F>::run,
+          ManyRows::packed_size,
+          ManyRows::pack_inputs,
+          ManyRows::run};
 }
 
 // The products of codes or columns with the format F of float32, for inputs and outputs of a type.
@@ -312,18 +316,11 @@ template <class F, class Stored>
 Products wide_products(ProductKind kind) {
   if (kind == ProductKind::kColumns) {
     using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
-    return {0,
-            0,
-            nullptr,
-            nullptr,
-            nullptr,
-            ManyRows::packed_size,
-            ManyRows::pack_inputs,
+    return {nullptr,      nullptr, nullptr, nullptr, ManyRows::packed_size, ManyRows::pack_inputs,
             ManyRows::run};
   }
   using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kFloatCodes>;
-  Products products{F::kMaxCodeRows,
-                    0,
+  Products products{CodesKernel<F, Stored>::block_rows,
                     nullptr,
                     CodesKernel<F, Stored>::run,
                     nullptr,
@@ -332,7 +329,7 @@ Products wide_products(ProductKind kind) {
                     ManyRows::run};
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (kind == ProductKind::kIntegerCodes) {
-      products.max_rows = F::kMaxIntegerRows;
+      products.block_rows = IntegersKernel<F, Stored>::block_rows;
       products.pack_integers = IntegersKernel<F, Stored>::pack;
       products.linear = IntegersKernel<F, Stored>::run;
     }
