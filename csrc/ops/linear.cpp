@@ -2,11 +2,13 @@
 #include "specdec/linear.h"
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "ops/common/glue.h"
 #include "ops/common/register.h"
 #include "ops/common/weight_codes.h"
+#include "specdec/cpu/isa.h"
 
 #ifndef SPECDEC_EMULATED  // there is no kernel to emulate
 
@@ -87,9 +89,22 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   return output;
 }
 
+std::string cpu_instructions() {
+  switch (cpu::matrix_units()) {
+    case cpu::MatrixUnits::kAmx:
+      return "amx";
+    case cpu::MatrixUnits::kEmulated:
+      return "amx-emulated";
+    case cpu::MatrixUnits::kNone:
+      break;
+  }
+  return cpu::cpu_isa_name(cpu::cpu_isa());
+}
+
 }  // namespace
 
 SPECDEC_REGISTER(linear)
+SPECDEC_REGISTER_WITHOUT_TENSORS(cpu_instructions)
 
 }  // namespace specdec::glue
 

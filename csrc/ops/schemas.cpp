@@ -51,6 +51,7 @@ static const torch_abi::Library schemas(
         "normalised, bool wide_experts) -> (Tensor states, Tensor output)",
         "linear(Tensor input, Tensor weight, Tensor? bias, bool many_rows=False, Tensor? scales="
         "None, Tensor? levels=None) -> Tensor",
+        "cpu_instructions() -> str",
         "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, Tensor "
         "prefix_starts, Tensor prefix_lengths, Tensor block_starts, Tensor? page_table, float "
         "scale, int window, float softcap) -> Tensor",

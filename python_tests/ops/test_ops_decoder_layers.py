@@ -347,7 +347,11 @@ def gelu_new(x):
     ids=["silu", "gelu", "gelu-tanh", "gelu-new"],
 )
 def test_activations_of_all_bfloat16(activation, function):
-    """Rounding elsewhere changes thousands; torch's exponential and tanh differ from ours for a few."""
+    """Rounding elsewhere changes thousands; torch's exponential and tanh differ from ours for a few.
+
+    Where torch's result is not the nearest number to the exact one, ours may be that. Subnormal numbers are
+    left out, because products are zero there on some processors.
+    """
     numbers = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
     x = numbers[numbers.isfinite()].view(-1, 255)
     zeros = x.new_zeros(2, 2)
@@ -371,7 +375,10 @@ def test_activations_of_all_bfloat16(activation, function):
         1.0,
         form=form,
     ).states
-    assert (states[0, ..., 1] != function(x)).sum() < 50
+    ours, torchs, nearest = states[0, ..., 1], function(x), function(x.double()).to(x.dtype)
+    tiny = torch.finfo(x.dtype).tiny
+    is_normal = (x.abs() >= tiny) & (torchs.abs() >= tiny)
+    assert ((ours != torchs) & (ours != nearest) & is_normal).sum() < 50
 
 
 def with_exact_products(case):

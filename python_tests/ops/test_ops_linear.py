@@ -14,6 +14,7 @@ from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
+HAS_MATRIX_UNITS = ops.cpu_instructions().startswith("amx")
 FEW, MANY = partial(ops.linear, many_rows=False), partial(ops.linear, many_rows=True)
 
 
@@ -29,7 +30,7 @@ def TRANSPOSED(input, weight, bias=None):
     return ops.linear(input, columns(weight), bias)
 
 
-# Below, at and beyond a step (16 or 32), a chunk (512 or 1024) and a tile or a group of 24 to 64 outputs.
+# Below, at and beyond a step (16 or 32), a chunk (512 or 1024) and a tile or a group of 16 to 64 outputs.
 IN_FEATURES = [1, 15, 16, 17, 33, 256, 511, 513, 1056, 2049]
 OUT_FEATURES = [1, 2, 7, 24, 25, 50, 63, 97]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 31, 32, 33, 70]
@@ -41,6 +42,11 @@ needs_fma = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
     reason="without fused multiply-add the op has bits of its own",
 )
+
+
+def skip_if_on_matrix_units(dtype):
+    if HAS_MATRIX_UNITS and dtype == torch.bfloat16:
+        pytest.skip("matrix units have an order of their own")
 
 
 def random_arguments(rows, in_features, out_features, dtype, seed=0):
@@ -56,11 +62,12 @@ def random_arguments(rows, in_features, out_features, dtype, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_features", IN_FEATURES)
 def test_equals_reference(in_features, dtype, many_rows):
-    for out_features in (25, 3):
-        input, weight, bias = random_arguments(9, in_features, out_features, dtype)
+    reference = partial(linear_reference, many_rows=many_rows, matrix_units=HAS_MATRIX_UNITS)
+    for rows, out_features in ((9, 25), (3, 3), (41, 70)):
+        input, weight, bias = random_arguments(rows, in_features, out_features, dtype)
         for b in (bias, None):
             actual = ops.linear(input, weight, b, many_rows=many_rows)
-            assert torch.equal(actual, linear_reference(input, weight, b, many_rows=many_rows))
+            assert torch.equal(actual, reference(input, weight, b))
 
 
 @needs_fma
@@ -111,6 +118,7 @@ def test_nothing_is_read_behind_the_last_column(dtype, rows):
 )
 def test_worked_example(elements, dtype, expected):
     """2^24 + 1 is no float32: the sum shows the order."""
+    skip_if_on_matrix_units(dtype)
     weight = torch.zeros(1, 34)
     weight[0, list(elements)] = torch.tensor(list(elements.values()), dtype=torch.float32)
     assert FEW(torch.ones(1, 34, dtype=dtype), weight.to(dtype)).item() == expected
@@ -134,9 +142,31 @@ def test_worked_example(elements, dtype, expected):
     ],
 )
 def test_worked_example_for_many_rows(elements, dtype, expected):
+    skip_if_on_matrix_units(dtype)
     weight = torch.zeros(1, 260)
     weight[0, list(elements)] = torch.tensor(list(elements.values()), dtype=torch.float32)
     assert MANY(torch.ones(1, 260, dtype=dtype), weight.to(dtype)).item() == expected
+
+
+def check_worked_examples_of_matrix_units():
+    for elements, expected in (
+        ({0: 2.0**24, 2: 1, 4: -(2.0**24)}, 0),  # one sum takes the first elements of pairs
+        ({0: 2.0**24, 1: 1, 2: -(2.0**24)}, 1),  # and another one the second elements
+        ({0: 2.0**24, 32: 1, 34: -(2.0**24)}, 1),  # the next 32 elements have sums of their own,
+        ({0: 2.0**24, 32: 1, 33: 1, 64: -(2.0**24)}, 2),  # which are added first,
+        ({0: 2.0**24, 32: 1, 64: -(2.0**24)}, 0),  # then to those before
+        ({0: 2.0**-126, 1: -1.5 * 2.0**-126}, 0),  # subnormal
+    ):
+        weight = torch.zeros(1, 70)
+        weight[0, list(elements)] = torch.tensor(list(elements.values()), dtype=torch.float32)
+        for linear in (FEW, MANY):
+            input = torch.ones(1, 70, dtype=torch.bfloat16)
+            assert linear(input, weight.bfloat16()).item() == expected
+
+
+@pytest.mark.skipif(not HAS_MATRIX_UNITS, reason="needs AMX; test_instruction_sets emulates it")
+def test_worked_example_for_matrix_units():
+    check_worked_examples_of_matrix_units()
 
 
 @every_product
@@ -165,7 +195,7 @@ def test_a_row_does_not_depend_on_the_others(in_features, dtype, linear):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_several_passes(dtype):
-    """A pass takes 32 rows in the order for few rows, and 256 in the order for many."""
+    """A pass takes 32 rows in the order for few rows, and 256 in the order for many and on matrix units."""
     input, weight, bias = random_arguments(520, 300, 70, dtype)
     for linear in (FEW, MANY, TRANSPOSED):
         together = linear(input, weight, bias)
@@ -240,6 +270,10 @@ def test_nan_and_infinity_propagate(dtype, linear):
 def isa_results():
     """Also checks what holds in every instruction set."""
     results = []
+    if ops.cpu_instructions().startswith("amx"):
+        check_worked_examples_of_matrix_units()
+        for in_features in IN_FEATURES:
+            test_equals_reference(in_features, torch.bfloat16, False)
     for dtype in DTYPES:
         for linear in (FEW, MANY, TRANSPOSED):
             test_error_is_at_most_twice_torchs(40, dtype, linear)

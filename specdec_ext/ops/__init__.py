@@ -21,7 +21,7 @@ from specdec_ext.ops.decoder_layers import DecoderStates, decoder_layers
 from specdec_ext.ops.draft_head import HeadDraft, draft_head
 from specdec_ext.ops.draft_limits import draft_head_refusal
 from specdec_ext.ops.kv_compact import kv_compact
-from specdec_ext.ops.linear import linear
+from specdec_ext.ops.linear import cpu_instructions, linear
 from specdec_ext.ops.merge_trees import MergedTrees, merge_trees
 from specdec_ext.ops.ngram_draft import NgramDraft, ngram_draft
 from specdec_ext.ops.packed_head import PackedHead
@@ -72,6 +72,7 @@ __all__ = [
     "adjust_logits",
     "build_dynamic_tree",
     "couple_logits",
+    "cpu_instructions",
     "decoder_layers",
     "draft_head",
     "draft_head_refusal",

@@ -24,7 +24,8 @@ def linear(
     other devices use ``torch.nn.functional.linear``.
 
     AVX2 and AVX-512 give the same bits, except that processors with ``avx512_bf16`` treat subnormal bfloat16
-    numbers and partial sums as zero.
+    numbers and partial sums as zero. Matrix units (AMX) multiply bfloat16 in one order of their own for all
+    numbers of rows. ``SPECDEC_CPU_ISA`` chooses others, see :func:`cpu_instructions`.
 
     The product with a quantised weight is that of ``input.float()`` with ``weight.dequantise()``, bit for
     bit. But few rows of bfloat16 inputs are multiplied as integers of 16 bits, of which 64 share an exponent,
@@ -40,6 +41,7 @@ def linear(
             the order for many rows.
         bias: ``[out_features]`` of the same dtype, contiguous, or None.
         many_rows: sum in the order for many rows (a prompt), which is the faster one from about 32 rows on.
+            On matrix units, both orders are the same.
 
     Returns:
         ``[..., out_features]`` contiguous.
@@ -49,6 +51,16 @@ def linear(
             input, weight.codes, bias, many_rows, weight.scales, weight.levels
         )
     return _library.native.linear(input, weight, bias, many_rows)
+
+
+def cpu_instructions() -> str:
+    """Return which instructions the ops use on the CPU: ``"amx"``, ``"avx512"``, ``"avx2"`` or ``"baseline"``.
+
+    They are the best that the processor has, or those that the environment variable ``SPECDEC_CPU_ISA`` names
+    when the first op runs. ``avx512``, ``avx2`` and ``baseline`` do without matrix units; ``amx-emulated``
+    computes the bits of matrix units without them, slowly.
+    """
+    return _library.native.cpu_instructions()
 
 
 @torch.library.register_fake("specdec::linear")

@@ -5,7 +5,7 @@ of the pair first) with fused multiply-add. The lanes are then added as a binary
 there is one lane for each block of 256 elements, and the lanes are added one after the other. Codes are
 first expanded to float32 weights, and multiplied in the order of float32; but few rows of bfloat16 inputs
 become integers with a common exponent for each 64 (``csrc/include/specdec/linear.h``). Transposed weights
-become float32, too, and have the order for many rows.
+become float32, too, and have the order for many rows. Matrix units have one order for all rows of bfloat16.
 
 Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to
 float32. These two roundings differ from one about once in 2^29 operations.
@@ -24,6 +24,7 @@ from specdec_ext.ops.quantise import QuantisedWeight
 LANES = 16
 BLOCK = 256  # elements
 UNIT = 128  # inputs of the 16 lanes
+TILE_PAIRS = 16
 
 
 def linear(
@@ -32,8 +33,12 @@ def linear(
     bias: Tensor | None = None,
     *,
     many_rows: bool = False,
+    matrix_units: bool = False,
 ) -> Tensor:
-    """Arguments and output of ``specdec_ext.ops.linear``; float64 arguments are summed in float64."""
+    """Arguments and output of ``specdec_ext.ops.linear``; float64 arguments are summed in float64.
+
+    ``matrix_units`` sums rows of bfloat16 in the order of matrix units.
+    """
     if isinstance(weight, QuantisedWeight):
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         bias = None if bias is None else bias.to(wide)
@@ -47,7 +52,9 @@ def linear(
         product = linear(input.to(wide), weight.to(wide).contiguous(), bias, many_rows=True)
         return product.to(input.dtype)
     per_lane = 2 if input.dtype == torch.bfloat16 else 1
-    if many_rows:
+    if matrix_units and input.dtype == torch.bfloat16:
+        total = _tiles(input, weight)
+    elif many_rows:
         inputs, weights = (_steps(tensor, 1, per_lane) for tensor in (input, weight))
         blocks = [
             _lanes(own_inputs, own_weights, input.dtype)[..., 0]
@@ -62,6 +69,19 @@ def linear(
         inputs, weights = (_steps(tensor, LANES, per_lane) for tensor in (input, weight))
         return _finish(_lanes(inputs, weights, input.dtype), bias).to(input.dtype)
     return (total if bias is None else total + bias.to(total.dtype)).to(input.dtype)
+
+
+def _tiles(input: Tensor, weight: Tensor) -> Tensor:
+    """Return the sums ``[..., outs]`` of matrix units: of the first and of the second elements of 16 pairs."""
+    inputs, weights = (_steps(tensor, TILE_PAIRS, 2) for tensor in (input, weight))
+    total = inputs.new_zeros(*inputs.shape[:-3], len(weights), dtype=torch.float32)
+    for step in range(inputs.shape[-3]):
+        sums = inputs.new_zeros(*total.shape, 2, dtype=torch.float32)
+        for pair in range(TILE_PAIRS):
+            products = inputs[..., None, step, pair, :] * weights[:, step, pair]
+            sums = (sums.double() + products).float()
+        total = total + (sums[..., 0] + sums[..., 1])
+    return total
 
 
 def _finish(lanes: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,9 +1,10 @@
 // CPU op linear. Few rows: passes of up to 32 rows; a pass is one parallel loop over tiles of output
 // columns. The inputs are copied into the order in which the kernels read them (linear_kernel.h);
-// the weights are not copied. Many rows, and transposed weights: many_rows.cpp.
+// the weights are not copied. Many rows, transposed weights, and matrix units: many_rows.cpp.
 //
 // Bits: AVX2 and AVX-512 agree, with and without vdpbf16ps, unless a bfloat16 or a partial sum is
-// subnormal, which vdpbf16ps treats as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
+// subnormal, which vdpbf16ps treats as zero. Matrix units have an order of their own.
+// SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one, without matrix units.
 #include "specdec/linear.h"
 
 #include <cstring>
@@ -89,8 +90,8 @@ void for_each_pass(const LinearParams& params, const Products& code, const Compu
   }
 }
 
-void few_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
-  const Products code = cpu::products(products[0].type, product_kind(products[0]));
+void few_rows_linears(const Products& code, std::span<const LinearParams> products,
+                      const ParallelFor& parallel_for) {
   const int64_t tiles = num_parts(products, kTileOuts);
   for_each_pass(products[0], code, [&](const LinearPass& pass) {
     parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.rows),
@@ -113,10 +114,11 @@ void linears(std::span<const LinearParams> products, const ParallelFor& parallel
     size_t count = 1;
     while (count < products.size() && product_kind(products[count]) == kind) ++count;
     const auto run = products.first(count);
-    if (run[0].many_rows || kind == ProductKind::kColumns) {
-      many_rows_linears(run, parallel_for);
+    const Products code = cpu::products(run[0].type, kind);
+    if (run[0].many_rows || code.linear == nullptr) {
+      many_rows_linears(code, run, parallel_for);
     } else {
-      few_rows_linears(run, parallel_for);
+      few_rows_linears(code, run, parallel_for);
     }
     products = products.subspan(count);
   }

@@ -26,8 +26,8 @@ struct Avx512 : Transposes {
   using Vector = __m512;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 8;
-  static constexpr int kStreamRows = 4;
-  static constexpr int kStreamOuts = 1;
+  static constexpr int kStreamRows = 1;
+  static constexpr int kStreamOuts = 8;
   static constexpr int kPanelRows = 8;
   static constexpr int kManyRows = 12;
   static constexpr int num_outs(int rows) {
@@ -58,7 +58,6 @@ struct Avx512 : Transposes {
 struct Float32 : Avx512, IntegerPacking {
   using Element = float;
   using Operand = __m512;
-  static constexpr int kStreamOuts = 8;
   SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm512_loadu_ps(p); }
   SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
     return _mm512_maskz_loadu_ps((1u << count) - 1, p);

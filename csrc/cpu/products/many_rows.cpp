@@ -1,23 +1,21 @@
-// Products of many input rows, and those of transposed weights: passes of up to 256 rows. A pass
-// packs its inputs, then runs one parallel loop over groups of output columns, in which each thread
-// transposes the weights that it multiplies (many_rows_kernel.h), block by block.
+// Products of many input rows, of transposed weights, and on matrix units: passes of up to 256 rows.
+// A pass packs its inputs, then runs one parallel loop over groups of output columns
+// (many_rows_kernel.h, matrix_units_kernel.h).
 #include "many_rows.h"
 
 #include <vector>
 
-#include "products.h"
-
 namespace specdec::cpu {
 namespace {
 
-constexpr int64_t kPackGrain = 1 << 15;  // elements; below it, waking a thread does not pay
+constexpr int64_t kPackGrain = 1 << 12;  // elements; below it, waking a thread does not pay
 
 }  // namespace
 
-void many_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
+void many_rows_linears(const Products& code, std::span<const LinearParams> products,
+                       const ParallelFor& parallel_for) {
   thread_local std::vector<float> packed;
   const LinearParams& params = products[0];
-  const Products code = cpu::products(params.type, product_kind(params));
   const int64_t groups = num_parts(products, kManyOuts);
   for (int64_t row = 0; row < params.rows; row += kManyPassRows) {
     const int64_t rows = std::min(kManyPassRows, params.rows - row);

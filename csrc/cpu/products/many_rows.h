@@ -1,13 +1,14 @@
-// The products of `linear` for many input rows, and for transposed weights.
+// The products of `linear` in the order for many input rows.
 #pragma once
 
 #include <span>
 
-#include "specdec/linear.h"
+#include "products.h"
 
 namespace specdec::cpu {
 
-// As `linears`, for products with many_rows or transposed weights, all of the same kind.
-void many_rows_linears(std::span<const LinearParams> products, const ParallelFor& parallel_for);
+// As `linears`, for products of the kind that `code` multiplies.
+void many_rows_linears(const Products& code, std::span<const LinearParams> products,
+                       const ParallelFor& parallel_for);
 
 }  // namespace specdec::cpu

@@ -81,7 +81,7 @@ struct Products {
   // Packs `rows` input rows from `first_row` on, if inputs are packed as integers.
   void (*pack_integers)(const LinearParams& params, int64_t first_row, int64_t rows,
                         int64_t block_rows, std::byte* packed);
-  // Writes the pass's rows of output[:, first_out:end_out].
+  // Writes the pass's rows of output[:, first_out:end_out]. Null: the products of many rows serve all.
   void (*linear)(const LinearPass& pass, int64_t first_out, int64_t end_out);
   // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
   // `stride` apart.
@@ -101,8 +101,18 @@ Products products_baseline(FloatType type, ProductKind kind);
 Products products_avx2(FloatType type, ProductKind kind);
 Products products_avx512(FloatType type, ProductKind kind);
 
+// The same on matrix units, for rows of bfloat16 weights. Panels stay as they are.
+Products products_amx(const Products& products);
+Products products_emulated_amx(const Products& products);
+
 inline Products products(FloatType type, ProductKind kind) {
-  return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type, kind);
+  const Products found =
+      SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type, kind);
+  if (type != FloatType::kBFloat16 || kind != ProductKind::kRows) return found;
+#ifdef SPECDEC_X86
+  if (matrix_units() == MatrixUnits::kAmx) return products_amx(found);
+#endif
+  return matrix_units() == MatrixUnits::kEmulated ? products_emulated_amx(found) : found;
 }
 
 // The element at which an input row starts.

@@ -4,6 +4,12 @@
 #include <cstdlib>
 #include <string_view>
 
+#if defined(SPECDEC_X86) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace specdec::cpu {
 namespace {
 
@@ -15,6 +21,29 @@ CpuIsa choose() {
     }
   }
   return best;
+}
+
+// Whether the processor has AMX for bfloat16 and the system lets this process use its registers,
+// which a process has to ask for.
+bool has_amx() {
+#if defined(SPECDEC_X86) && defined(__linux__)
+  constexpr unsigned kTiles = 1u << 24, kBFloat16 = 1u << 22;  // of edx, leaf 7
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(2)
+  unsigned eax, ebx, ecx, edx;
+  return best_cpu_isa() == CpuIsa::kAvx512 && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) &&
+         (edx & kTiles) && (edx & kBFloat16) &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+MatrixUnits choose_matrix_units() {
+  if (const char* wanted = std::getenv("SPECDEC_CPU_ISA")) {
+    if (std::string_view(wanted) == "amx-emulated") return MatrixUnits::kEmulated;
+    if (std::string_view(wanted) != "amx") return MatrixUnits::kNone;
+  }
+  return has_amx() ? MatrixUnits::kAmx : MatrixUnits::kNone;
 }
 
 }  // namespace
@@ -41,6 +70,11 @@ bool cpu_has_avx512_bf16() {
 #else
   return false;
 #endif
+}
+
+MatrixUnits matrix_units() {
+  static const MatrixUnits units = choose_matrix_units();
+  return units;
 }
 
 CpuIsa cpu_isa() {

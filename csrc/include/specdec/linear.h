@@ -17,6 +17,11 @@
 //
 // In both, the bias is added to the sum, which is rounded once.
 //
+// On matrix units (specdec/cpu/isa.h), all rows of bfloat16 have one order. For each 32 elements, one
+// sum takes 0, 2, 4, ..., another one 1, 3, 5, ..., both from zero on. Their sum is added to the sum
+// of the elements before (in_features is padded with zeros). Numbers and sums that are subnormal are
+// zero. So does AMX's tdpbf16ps.
+//
 // Instead of weights, a matrix may have codes of 8 or 4 bits. The weight of a code is the float32
 // code * scale + offset, rounded once; the inputs become float32, and the order is that of float32.
 //

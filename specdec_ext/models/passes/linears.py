@@ -2,10 +2,9 @@
 
 A matrix library sums in an order that depends on the number of rows, so a token's logits depend on the number
 of tokens that are scored with it. ``ops.linear`` always sums in the same order: one for the few rows of a
-decoding pass, one for the many rows of a prompt. It is faster for few rows, and for many rows in bfloat16 on
-processors without bfloat16 arithmetic. While :func:`row_invariant_linears` is open, plain ``torch.nn.Linear``
-modules, the ``Conv1D`` of GPT-2, and layers of weights in 8 or 4 bits (``models/quantised``), use it in this
-thread. Hooks run as usual, and afterwards the modules are as before.
+decoding pass, one for the many rows of a prompt. While :func:`row_invariant_linears` is open, plain
+``torch.nn.Linear`` modules, the ``Conv1D`` of GPT-2, and layers of weights in 8 or 4 bits
+(``models/quantised``), use it in this thread. Hooks run as usual, and afterwards the modules are as before.
 
 The following are computed by their own forward: other subclasses, parametrized layers, layers that quantise
 their input, modules whose ``forward`` other software has replaced (offloading), compiled models, training
@@ -18,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +32,6 @@ from specdec_ext.ops.quantise import QuantisedWeight
 _few_rows: ContextVar[Collection[nn.Module] | None] = ContextVar("specdec_few_rows", default=None)
 
 
-@cache
-def multiplies_prompts(dtype: torch.dtype) -> bool:
-    """Whether ``ops.linear`` is the way to multiply the many rows of a prompt on this processor.
-
-    Matrix units (AMX), which only torch uses, multiply bfloat16 several times as fast as vector units. A
-    prompt is computed once, in the same way with every drafter, so only speed matters there.
-    """
-    return dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
-
-
 def _linear(module: nn.Module, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     few_rows = _few_rows.get()
     many_rows = few_rows is not None and module not in few_rows
@@ -56,10 +44,7 @@ def _linear(module: nn.Module, forward: Callable[[Tensor], Tensor], input: Tenso
         or weight is None
         or input.dtype not in (torch.float32, torch.bfloat16)
         or (bias is not None and bias.dtype != input.dtype)
-        or (
-            isinstance(weight, Tensor)
-            and (weight.dtype != input.dtype or (many_rows and not multiplies_prompts(input.dtype)))
-        )
+        or (isinstance(weight, Tensor) and weight.dtype != input.dtype)
     ):
         return forward(input)
     if input.stride(-1) != 1 or input.ndim > 3:

@@ -21,7 +21,6 @@ from specdec_ext.models.passes.direct.direct_pass import (
     end_of_prompt,
     is_agreed,
 )
-from specdec_ext.models.passes.linears import multiplies_prompts
 from specdec_ext.models.passes.prompt import Prompt
 from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.models.slots.runner import PassRunner
@@ -174,7 +173,6 @@ class Prefill:
             self._runner.direct is not None
             and self._embeddings is None
             and prompt.holes == 0
-            and multiplies_prompts(self._modules.model.dtype)
             # Where rotations depend on the longest text of a pass, parts of the prompt would have others.
             and rotation_change(self._modules.config, Span(rows, 0, columns)) is None
         )

@@ -23,7 +23,6 @@ from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.compat import cache_argument
 from specdec_ext.models.passes.direct.direct_pass import DirectPass
 from specdec_ext.models.passes.direct.reading import read_direct_pass
-from specdec_ext.models.passes.linears import multiplies_prompts
 from specdec_ext.models.slots.prefill import COMPARED_COLUMNS, DIRECT_COLUMNS
 from specdec_ext.planning.sizes.configs import ConfigFile
 from specdec_ext.planning.sizes.formats import OwnFormat, WeightFormat, weight_format
@@ -201,8 +200,7 @@ class LanguageModel:
         if self._direct is None:
             return self._by_modules(rows, tokens, whole)
         # The first draft is scored in both ways. So are two parts of a prompt, unless modules read all of it.
-        in_parts = not whole and multiplies_prompts(self.dtype)
-        part = min(tokens, COMPARED_COLUMNS) if in_parts else tokens
+        part = tokens if whole else min(tokens, COMPARED_COLUMNS)
         passed = self._by_modules(rows, tokens, whole, part)
         work = self._direct.work_bytes(rows * min(tokens, DIRECT_COLUMNS))
         return replace(passed, work=max(passed.work, work))

@@ -26,6 +26,14 @@ CpuIsa cpu_isa();
 // SPECDEC_CPU_ISA is not set.
 bool cpu_has_avx512_bf16();
 
+// What multiplies tiles of bfloat16: nothing, the matrix units of the processor (AMX), or plain code
+// with the same bits, which is slow.
+enum class MatrixUnits { kNone, kAmx, kEmulated };
+
+// The matrix units to use: AMX if the processor and the system have it and SPECDEC_CPU_ISA is not set
+// or "amx"; emulated if it is "amx-emulated". The variable is read once per process.
+MatrixUnits matrix_units();
+
 // The one of three builds that is for `isa`. Other processors have the baseline's alone, so the
 // names of the others need not exist there.
 #ifdef SPECDEC_X86

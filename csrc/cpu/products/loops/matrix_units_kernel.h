@@ -1,0 +1,296 @@
+// The loops of `linear` for bfloat16 on matrix units, for any number of input rows. The including
+// file defines SPECDEC_LINEAR_TARGET and a type Tiles, whose object is eight registers for tiles of
+// 16 rows of 64 bytes:
+//
+//   Tiles(columns)                            tiles of inputs and sums have so many words in a row
+//   clear<tile>()
+//   load<tile>(p, stride)                     rows `stride` bytes apart
+//   store<tile>(p, stride)
+//   multiply_add<sums, weights, inputs>()     sums[o][r] += weights[o] . inputs[r], as in linear.h
+//   round(sums, bias, rows)                   rows[r][o] = sums[o][r] + bias[o], for 16 of each
+//   transpose(rows, column, out, stride)      see many_rows_kernel.h
+//
+// Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 inputs. A tile of weights is 32 elements of 16
+// weight rows, which it reads where they are. A tile of inputs is the same elements of 16 input rows
+// or fewer: word [p][r] is pair p of row r. So inputs are packed as [blocks of 16 rows][steps of 32
+// elements][16 pairs][rows of the block]. As many rows as fit in a tile take the time of one.
+//
+// Loops, outermost first: groups of kGroupOuts weight rows, blocks of input rows, steps. A tile waits
+// for the sums of the step before, so four are summed at a time: 64 weight rows and a block of input
+// rows, or 32 and two blocks.
+#pragma once
+
+#include <vector>
+
+#include "linear_kernel.h"
+
+namespace specdec::cpu {
+
+template <class Tiles>
+class MatrixUnitsKernel {
+ public:
+  static int64_t packed_size(int64_t rows, int64_t ins) {
+    return num_blocks(rows) * block_words(rows, ins);
+  }
+
+  SPECDEC_LINEAR_TARGET static void pack_inputs(const LinearParams& params, int64_t first_row,
+                                                int64_t rows, int64_t begin, int64_t end,
+                                                float* packed) {
+    const int64_t columns = num_columns(rows), ins = params.in_features;
+    const int64_t whole = columns == kTile ? ins / kTile * kHalf : 0;  // words that are transposed
+    for (int64_t r = begin; r < end;) {
+      const float* inputs[kHalf];
+      const bool is_half = r % kHalf == 0 && r + kHalf <= end;
+      const int64_t count = is_half ? kHalf : 1;
+      for (int64_t i = 0; i < count; ++i) {
+        inputs[i] = reinterpret_cast<const float*>(static_cast<const BFloat16*>(params.input) +
+                                                   input_offset(params, first_row + r + i));
+      }
+      float* column = packed + r / kTile * block_words(rows, ins) + r % kTile;
+      const int64_t transposed = is_half ? whole : 0;
+      for (int64_t word = 0; word < transposed; word += kHalf) {
+        Tiles::transpose(inputs, word, column + word * kTile, kTile);
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        pack_row(inputs[i], ins, transposed, columns, column + i);
+      }
+      r += count;
+    }
+  }
+
+  SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
+                                        int64_t end_out) {
+    Tiles tiles(num_columns(pass.rows));
+    for (int64_t out = first_out; out < end_out; out += kGroupOuts) {
+      const Group group(pass.params, out, std::min(kGroupOuts, end_out - out));
+      Prefetch prefetch(pass, out + kGroupOuts, end_out);
+      for (int64_t row = 0; row < pass.rows; row += 2 * kTile) {
+        run_rows(tiles, pass, group, row, std::min(2 * kTile, pass.rows - row), prefetch);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kTile = 16;  // rows, or words of a row
+  static constexpr int64_t kHalf = kTile / 2;
+  static constexpr int64_t kStep = 2 * kTile;
+  static constexpr int64_t kGroupTiles = 4;
+  static constexpr int64_t kGroupOuts = kGroupTiles * kTile;
+
+  static int64_t num_columns(int64_t rows) { return std::min(rows, kTile); }
+  static int64_t num_blocks(int64_t rows) { return (rows + kTile - 1) / kTile; }
+  static int64_t num_steps(int64_t ins) { return (ins + kStep - 1) / kStep; }
+  static int64_t block_words(int64_t rows, int64_t ins) {
+    return num_steps(ins) * kTile * num_columns(rows);
+  }
+
+  // Packs the words of a row from `first` on.
+  SPECDEC_LINEAR_TARGET static void pack_row(const float* row, int64_t ins, int64_t first,
+                                             int64_t columns, float* column) {
+    const int64_t whole = ins / 2, words = num_steps(ins) * kTile;
+    if (columns == 1) {
+      std::memcpy(column, row, whole * sizeof(float));
+    } else {
+      for (int64_t word = first; word < whole; ++word) {
+        std::memcpy(column + word * columns, row + word, sizeof(float));
+      }
+    }
+    for (int64_t word = whole; word < words; ++word) column[word * columns] = 0.0f;
+    if (ins % 2 == 1) std::memcpy(column + whole * columns, row + whole, sizeof(BFloat16));
+  }
+
+  struct WeightTile {
+    const BFloat16* rows;
+    int64_t stride;  // bytes
+  };
+
+  // The weights of a group. Tiles read 16 rows and whole steps, so what they would read beyond the
+  // matrix is copied before.
+  struct Group {
+    Group(const LinearParams& params, int64_t first_out, int64_t num_outs)
+        : out(first_out), outs(num_outs), whole_steps(params.in_features / kStep) {
+      const int64_t ins = params.in_features, left = ins % kStep;
+      has_last = left > 0;
+      for (int64_t i = 0; params.bias && i < outs; ++i) {
+        bias[i] = to_float(static_cast<const BFloat16*>(params.bias)[out + i]);
+      }
+      for (int64_t i = 0; i < kGroupTiles; ++i) {
+        // A tile without any row of the matrix is a copy of the first, and is not used.
+        const int64_t first = out + (i * kTile < outs ? i * kTile : 0);
+        const auto* rows =
+            static_cast<const BFloat16*>(params.weight) + first * params.weight_stride;
+        const int64_t count = std::min(kTile, params.out_features - first);
+        tiles[i] = {rows, params.weight_stride * static_cast<int64_t>(sizeof(BFloat16))};
+        if (count < kTile) tiles[i] = copy(rows, params.weight_stride, count, whole_steps * kStep);
+        if (has_last) {
+          BFloat16* end = &ends[i][0][0];
+          std::memset(end, 0, sizeof(ends[i]));
+          for (int64_t row = 0; row < count; ++row) {
+            std::memcpy(end + row * kStep, rows + row * params.weight_stride + ins - left,
+                        left * sizeof(BFloat16));
+          }
+          last[i] = {end, kStep * static_cast<int64_t>(sizeof(BFloat16))};
+        }
+      }
+    }
+
+    WeightTile copy(const BFloat16* rows, int64_t stride, int64_t count, int64_t ins) {
+      copied.resize(kTile * ins);
+      for (int64_t row = 0; row < count; ++row) {
+        std::memcpy(copied.data() + row * ins, rows + row * stride, ins * sizeof(BFloat16));
+      }
+      return {copied.data(), ins * static_cast<int64_t>(sizeof(BFloat16))};
+    }
+
+    int64_t out;
+    int64_t outs;
+    int64_t whole_steps;
+    bool has_last;
+    alignas(kStepBytes) float bias[kGroupOuts] = {};
+    WeightTile tiles[kGroupTiles];
+    WeightTile last[kGroupTiles];
+    alignas(kStepBytes) BFloat16 ends[kGroupTiles][kTile][kStep];
+    std::vector<BFloat16> copied;
+  };
+
+  // Prefetches the next group of weights into L2, some lines in each step of two blocks of input rows.
+  // With one block, all steps read new weights, so that enough of them are on their way.
+  class Prefetch {
+   public:
+    Prefetch(const ManyRowsPass& pass, int64_t out, int64_t end_out) {
+      const LinearParams& params = pass.params;
+      const auto* weight = static_cast<const BFloat16*>(params.weight);
+      next_ = weight + out * params.weight_stride;
+      end_ = weight + std::min(end_out, out + kGroupOuts) * params.weight_stride;
+      const int64_t steps = pass.rows / kTile * num_steps(params.in_features);
+      const int64_t lines = kGroupOuts * params.weight_stride / kLine;
+      lines_per_step_ = lines / std::max<int64_t>(1, steps) + 1;
+    }
+
+    SPECDEC_LINEAR_INLINE void step() {
+      for (int64_t i = 0; i < lines_per_step_ && next_ < end_; ++i, next_ += kLine) {
+        __builtin_prefetch(next_, 0, 2);
+      }
+    }
+
+   private:
+    static constexpr int64_t kLine = kStepBytes / sizeof(BFloat16);
+    const BFloat16* next_;
+    const BFloat16* end_;
+    int64_t lines_per_step_;
+  };
+
+  // The packed inputs of the input rows that are multiplied at a time.
+  struct Inputs {
+    const float* words;  // of the first block
+    int64_t columns;
+    int64_t block_words;
+  };
+
+  // Multiplies up to two blocks of input rows with the group.
+  SPECDEC_LINEAR_TARGET static void run_rows(Tiles& tiles, const ManyRowsPass& pass,
+                                             const Group& group, int64_t row, int64_t rows,
+                                             Prefetch& prefetch) {
+    const int64_t words = block_words(pass.rows, pass.params.in_features);
+    const Inputs inputs{pass.inputs + row / kTile * words, num_columns(pass.rows), words};
+    if (rows <= kTile) {
+      add_steps<1>(tiles, group, 0, inputs, prefetch);
+      store_sums<1>(tiles, pass, group, 0, row, rows);
+    } else {
+      for (int64_t i = 0; i * kTile < group.outs; i += kGroupTiles / 2) {
+        add_steps<2>(tiles, group, i, inputs, prefetch);
+        store_sums<2>(tiles, pass, group, i, row, rows);
+      }
+    }
+  }
+
+  // Sums the products of kBlocks blocks of input rows with the weight tiles from `first` on. Tile i
+  // of the sums is that of weight tile i / kBlocks and block i % kBlocks.
+  template <int kBlocks>
+  SPECDEC_LINEAR_TARGET static void add_steps(Tiles& tiles, const Group& group, int64_t first,
+                                              const Inputs& inputs, Prefetch& prefetch) {
+    tiles.template clear<0>();
+    tiles.template clear<1>();
+    tiles.template clear<2>();
+    tiles.template clear<3>();
+    for (int64_t step = 0; step < group.whole_steps; ++step) {
+      if constexpr (kBlocks == 2) prefetch.step();
+      add_step<kBlocks>(tiles, group.tiles + first, step, inputs, step);
+    }
+    if (group.has_last) add_step<kBlocks>(tiles, group.last + first, 0, inputs, group.whole_steps);
+  }
+
+  template <int kBlocks>
+  SPECDEC_LINEAR_INLINE static void add_step(Tiles& tiles, const WeightTile* weights,
+                                             int64_t weight_step, const Inputs& inputs,
+                                             int64_t step) {
+    const auto load_weights = [&]<int kRegister>(int i) SPECDEC_LINEAR_TARGET {
+      tiles.template load<kRegister>(weights[i].rows + weight_step * kStep, weights[i].stride);
+    };
+    const int64_t row_bytes = inputs.columns * sizeof(float);
+    const float* words = inputs.words + step * kTile * inputs.columns;
+    tiles.template load<6>(words, row_bytes);
+    if constexpr (kBlocks == 1) {
+      load_weights.template operator()<4>(0);
+      tiles.template multiply_add<0, 4, 6>();
+      load_weights.template operator()<5>(1);
+      tiles.template multiply_add<1, 5, 6>();
+      load_weights.template operator()<4>(2);
+      tiles.template multiply_add<2, 4, 6>();
+      load_weights.template operator()<5>(3);
+      tiles.template multiply_add<3, 5, 6>();
+    } else {
+      tiles.template load<7>(words + inputs.block_words, row_bytes);
+      load_weights.template operator()<4>(0);
+      tiles.template multiply_add<0, 4, 6>();
+      tiles.template multiply_add<1, 4, 7>();
+      load_weights.template operator()<5>(1);
+      tiles.template multiply_add<2, 5, 6>();
+      tiles.template multiply_add<3, 5, 7>();
+    }
+  }
+
+  // Writes the outputs of add_steps<kBlocks>, for `rows` input rows from `row` on.
+  template <int kBlocks>
+  SPECDEC_LINEAR_TARGET static void store_sums(Tiles& tiles, const ManyRowsPass& pass,
+                                               const Group& group, int64_t first, int64_t row,
+                                               int64_t rows) {
+    alignas(kStepBytes) float sums[kGroupTiles][kTile][kTile];
+    tiles.template store<0>(sums[0], kStepBytes);
+    tiles.template store<1>(sums[1], kStepBytes);
+    tiles.template store<2>(sums[2], kStepBytes);
+    tiles.template store<3>(sums[3], kStepBytes);
+    for (int64_t i = 0; i < kGroupTiles; ++i) {
+      const int64_t out = (first + i / kBlocks) * kTile, skipped = i % kBlocks * kTile;
+      const int64_t count = std::min(kTile, group.outs - out);
+      if (count <= 0) break;
+      alignas(kStepBytes) BFloat16 rounded[kTile][kTile];
+      Tiles::round(sums[i], group.bias + out, rounded);
+      BFloat16* output = static_cast<BFloat16*>(pass.params.output) +
+                         (pass.first_row + row + skipped) * pass.params.output_stride + group.out +
+                         out;
+      for (int64_t r = 0; r < std::min(kTile, rows - skipped); ++r) {
+        if (count == kTile) {  // a size that compilers know takes no call
+          std::memcpy(output, rounded[r], sizeof(rounded[r]));
+        } else {
+          std::memcpy(output, rounded[r], count * sizeof(BFloat16));
+        }
+        output += pass.params.output_stride;
+      }
+    }
+  }
+};
+
+// The products of bfloat16 on matrix units, with those of panels that `products` has.
+template <class Tiles>
+Products with_matrix_units(Products products) {
+  using Kernel = MatrixUnitsKernel<Tiles>;
+  products.block_rows = nullptr;
+  products.linear = nullptr;
+  products.packed_size = Kernel::packed_size;
+  products.pack_inputs = Kernel::pack_inputs;
+  products.many_rows = Kernel::run;
+  return products;
+}
+
+}  // namespace specdec::cpu
