@@ -6,6 +6,7 @@ same bits alone, in a tree and in a batch. Slots that no node may see hold NaN.
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -289,12 +290,19 @@ def test_prompts_are_as_accurate_as_torch(dtype, name, columns):
             assert (mine - real).abs().max() <= 2 * (theirs - real).abs().max() + unit
 
 
+@pytest.fixture(params=[HEAD_DIM, 32], ids=["odd", "paired"])
+def head_dims(request, monkeypatch):
+    """Heads of 6 dimensions and of 32, whose attention in bfloat16 uses matrix units where there are some."""
+    monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", request.param)
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [*((name, (13, 14, 13)) for name in DESIGNS), ("qwen", (1, 39)), ("qwen", (32, 8))],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("head_dims")
 def test_a_prompt_has_the_same_bits_in_any_parts(dtype, name, parts):
     case = prompt_case(dtype, sum(parts), name)
     whole = copied(case)
@@ -314,9 +322,11 @@ def test_a_prompt_has_the_same_bits_in_any_parts(dtype, name, parts):
             assert torch.equal(ours[row, :, first:], theirs[row, :, first:])
 
 
-def test_a_row_of_a_prompt_does_not_depend_on_the_others():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("head_dims")
+def test_a_row_of_a_prompt_does_not_depend_on_the_others(dtype):
     """Nor on NaN in the padding before it."""
-    case = prompt_case(torch.float32, 40)
+    case = prompt_case(dtype, 40)
     case["input"][2, :2] = torch.nan
     together = ops.decoder_layers(**copied(case)).states
     for row in range(len(PREFIXES)):
@@ -391,9 +401,13 @@ def with_exact_products(case):
     return case
 
 
-def test_attention_of_a_prompt_has_the_bits_of_a_tree():
-    """The products of both have orders of their own, so they are of one weight here."""
-    case = with_exact_products(prompt_case(torch.float32, 40, "llama"))
+@pytest.mark.parametrize("poisoned", [False, True], ids=["", "poisoned"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("head_dims")
+def test_attention_of_a_prompt_has_the_bits_of_a_tree(dtype, poisoned):
+    """The products of both have orders of their own, so they are of one weight here. A token of infinities has
+    an effect on those behind it alone."""
+    case = with_exact_products(prompt_case(dtype, 40, "llama"))
     row = slice(0, 1)
     case.update(part_of(case, row))
     for name in ("prefix_starts", "prefix_lengths"):
@@ -402,8 +416,15 @@ def test_attention_of_a_prompt_has_the_bits_of_a_tree():
     chain = copied(case)
     parents = torch.arange(-1, 39)[None]
     chain["ancestors"] = ops.tree_mask(parents, chain["prefix_lengths"]).ancestors
+    if poisoned:
+        clean = ops.decoder_layers(**copied(case)).states
+        case["input"][0, 20] = chain["input"][0, 20] = torch.inf
     expected = ops.decoder_layers(**chain).states
-    assert torch.equal(ops.decoder_layers(**case).states, expected)
+    actual = ops.decoder_layers(**case).states
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    if poisoned:
+        assert torch.equal(actual[:, :, :20], clean[:, :, :20])
+        assert actual[-1, :, 20:].isnan().any(-1).all()
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,10 @@ def test_nan_in_a_rejected_sibling_does_not_matter(dtype, device):
             assert out[0, sees].isnan().all()
 
 
-def test_a_window_hides_nan_node_by_node(device):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_window_hides_nan_node_by_node(dtype, device):
     """Position 10 holds NaN: with a window of 4 the nodes at positions up to 13 see it, later ones not."""
-    case = random_case(Shape(prefixes=(12,), nodes=6), seed=1)
+    case = random_case(Shape(prefixes=(12,), nodes=6), dtype, seed=1)
     case = replace(case, parents=torch.arange(-1, 5)[None])
     arguments = static_arguments(case, window=4)
     for name in ("key", "value"):
@@ -364,6 +365,16 @@ def isa_results():
         shape = Shape(prefixes=(290, 33), nodes=7, heads=6, kv_heads=2, head_dim=40)
         case = random_case(shape, dtype)
         results.append(run({**static_arguments(case, window=200), "softcap": 9.0}))
+    # On matrix units, these are paired.
+    paired = Shape(prefixes=(290, 33), nodes=7, heads=6, kv_heads=2, head_dim=96)
+    case = random_case(paired, torch.bfloat16)
+    results.append(run({**static_arguments(case, window=200), "softcap": 9.0}))
+    if ops.cpu_instructions().startswith("amx"):
+        for shape in TREE_SHAPES:
+            test_a_tree_equals_decoding_token_by_token(shape, (7, 4.0), torch.bfloat16)
+        test_nan_in_a_rejected_sibling_does_not_matter(torch.bfloat16, "cpu")
+        test_a_window_hides_nan_node_by_node(torch.bfloat16, "cpu")
+        assert_as_accurate_as_torch(static_arguments(case), "cpu")
     return results
 
 

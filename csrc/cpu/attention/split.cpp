@@ -11,14 +11,14 @@ class SplitAttention {
                  const AttentionTask& task, const AttentionPartial& out)
       : params_(params),
         sizes_(sizes),
-        tiles_(attention_tiles()),
+        tiles_(sizes.tiles),
         task_(task),
         row_(params, task.row),
         split_{task.split * kSplitKeys, (task.split + 1) * kSplitKeys},
         prefix_(
             row_.seen(task.nodes).intersection({0, row_.num_prefix_slots()}).intersection(split_)),
         rows_((task.nodes.end - task.nodes.begin) * sizes.group),
-        padded_rows_(round_up(rows_, kRowBlock)),
+        padded_rows_(round_up(rows_, tiles_.row_block)),
         out_(out) {
     thread_local std::vector<Range> seen;
     thread_local FloatBuffer tile, queries, scores, node_scores;
@@ -30,6 +30,7 @@ class SplitAttention {
   }
 
   void run() {
+    if (tiles_.paired) tiles_.paired->begin();
     load_queries();
     for_each_prefix_tile([this](const Range& tile) { score_prefix(tile); });
     for_each_node_tile([this](int64_t tile, uint32_t nodes) { score_nodes(tile, nodes); });
@@ -39,6 +40,11 @@ class SplitAttention {
                                        seen.end - split_.begin, scores_ + row * kSplitKeys);
     }
     std::fill_n(out_.values, padded_rows_ * sizes_.padded_dim, 0.0f);
+    if (tiles_.paired) {
+      add_paired_values();
+      tiles_.paired->end();
+      return;
+    }
     for_each_prefix_tile([this](const Range& tile) { add_prefix_values(tile); });
     for_each_node_tile([this](int64_t tile, uint32_t nodes) { add_node_values(tile, nodes); });
   }
@@ -120,17 +126,18 @@ class SplitAttention {
                              head * params_.query_head_stride +
                              (task_.nodes.begin + row / sizes_.group) * params_.query_node_stride;
       tiles_.load_row(
-          params_.type,
+          sizes_.key_type,
           static_cast<const std::byte*>(params_.query) + offset * element_size(params_.type),
-          params_.head_dim, queries_ + row * sizes_.query_dim);
+          sizes_.key_dim, queries_ + row * sizes_.query_dim);
     }
   }
 
   // Null keys are not needed; `any_key` replaces them.
   void multiply_queries(const void** keys, const void* any_key, float* out, int64_t out_stride) {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
-    tiles_.load_columns(params_.type, keys, params_.head_dim, tile_);
-    tiles_.dot_products(queries_, tile_, sizes_.query_dim, padded_rows_, out, out_stride);
+    tiles_.load_columns(sizes_.key_type, keys, sizes_.key_dim, tile_);
+    const auto multiply = tiles_.paired ? tiles_.paired->dot_products : tiles_.dot_products;
+    multiply(queries_, tile_, sizes_.query_dim, padded_rows_, out, out_stride);
   }
 
   // Prefetches what is needed next, one tile ahead: with few query rows the loops would otherwise
@@ -248,6 +255,54 @@ class SplitAttention {
   void add_value(int64_t row, int64_t position, const float* value) {
     tiles_.multiply_add_row(scores_[row * kSplitKeys + position - split_.begin], value,
                             out_.values + row * sizes_.padded_dim, sizes_.padded_dim);
+  }
+
+  // Adds the values of 32 positions at a time. Those of the prefix are the same for all rows.
+  void add_paired_values() {
+    const Range seen = row_.seen(task_.nodes).intersection(split_);
+    for (int64_t begin = seen.begin / kTileKeys * kTileKeys; begin < seen.end; begin += kTileKeys) {
+      const Range tile{begin, begin + kTileKeys};
+      const BFloat16* values[kTileKeys] = {};
+      find_values(tile.intersection(prefix_), begin, values);
+      prefetch(params_.value, next_tile(tile, prefix_.end));
+      if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.num_prefix_slots()));
+      const bool has_nodes = row_.num_tiles() > 0 && tile.end > row_.prefix_length();
+      const float* weights = scores_ + (begin - split_.begin);
+      if (has_nodes || !tiles_.paired->multiply_add(weights, kSplitKeys, values,
+                                                    sizes_.padded_dim, padded_rows_, out_.values)) {
+        for (int64_t row = 0; row < rows_; ++row) add_paired_values_of(row, tile);
+      }
+    }
+  }
+
+  // Adds to one row the values of a tile of positions that it sees, nodes among them.
+  void add_paired_values_of(int64_t row, const Range& tile) {
+    const int64_t node = row / sizes_.group;
+    const Range seen = seen_[node].intersection(tile);
+    if (seen.is_empty()) return;
+    const BFloat16* values[kTileKeys] = {};
+    find_values(seen.intersection(prefix_), tile.begin, values);
+    for (int64_t nodes = 0; nodes < row_.num_tiles(); ++nodes) {
+      for_each_ancestor(node, nodes, [&](int64_t bit, int64_t position) {
+        if (position < tile.begin || position >= tile.end) return;
+        const int64_t slot = row_.node_slot(nodes * kTileKeys + bit);
+        values[position - tile.begin] =
+            static_cast<const BFloat16*>(key_or_value(params_.value, slot));
+      });
+    }
+    tiles_.paired->multiply_add_row(scores_ + row * kSplitKeys + (tile.begin - split_.begin),
+                                    values, sizes_.padded_dim,
+                                    out_.values + row * sizes_.padded_dim);
+  }
+
+  // Finds the values at positions of the prefix; values[0] is that at position `first`.
+  void find_values(const Range& positions, int64_t first, const BFloat16** values) const {
+    const void* rows[kTileKeys];
+    if (positions.is_empty()) return;
+    find_rows(params_.value, positions, rows);
+    for (int64_t i = 0; i < positions.end - positions.begin; ++i) {
+      values[positions.begin - first + i] = static_cast<const BFloat16*>(rows[i]);
+    }
   }
 
   const TreeAttentionParams& params_;

@@ -81,18 +81,24 @@ class TreeRow {
 // Sizes that all tasks share. A query row is a pair (node, head of the group), ordered by node.
 struct AttentionSizes {
   explicit AttentionSizes(const TreeAttentionParams& params)
-      : group(params.heads / params.kv_heads),
+      : tiles(attention_tiles(params.type, params.head_dim)),
+        group(params.heads / params.kv_heads),
         nodes(params.ancestors ? params.nodes : std::min(params.nodes, chain_nodes(group))),
-        padded_rows(round_up(nodes * group, kRowBlock)),
-        query_dim(round_up(params.head_dim, kDimBlock)),
+        padded_rows(round_up(nodes * group, tiles.row_block)),
+        key_type(tiles.paired ? FloatType::kFloat32 : params.type),
+        key_dim(tiles.paired ? params.head_dim / 2 : params.head_dim),
+        query_dim(round_up(key_dim, kDimBlock)),
         padded_dim(round_up(params.head_dim, kColumnBlock)) {}
 
   int64_t partial_floats() const { return padded_rows * (padded_dim + 2); }
 
+  const AttentionTiles& tiles;
   int64_t group;
   int64_t nodes;        // of a task, at most
   int64_t padded_rows;  // query rows of a task, at most
-  int64_t query_dim;    // columns of queries and rows of keys, zeros beyond head_dim
+  FloatType key_type;   // of queries and keys; pairs are moved as float32
+  int64_t key_dim;      // numbers of this type
+  int64_t query_dim;    // columns of queries and rows of keys, zeros beyond key_dim
   int64_t padded_dim;   // columns of values
 
  private:

@@ -9,9 +9,10 @@ namespace specdec::cpu {
 
 constexpr int64_t kTileKeys = 32;     // with 128 dimensions as float32, half of L1
 constexpr int64_t kSplitKeys = 256;   // keys per split, a multiple of kTileKeys
-constexpr int64_t kRowBlock = 2;      // query rows are padded to multiples of this,
-constexpr int64_t kColumnBlock = 32;  // and columns of values to multiples of this
+constexpr int64_t kRowBlock = 2;      // query rows are computed in multiples of this,
+constexpr int64_t kColumnBlock = 32;  // and columns of values in multiples of this
 constexpr int64_t kDimBlock = 16;
+constexpr int64_t kMaxPairedDim = 256;
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -29,7 +30,35 @@ struct ScoreRule {
   float softcap;  // 0: none
 };
 
+// The loops for bfloat16 on matrix units. Two numbers are a word; queries and keys have half as many
+// words as dimensions. Every sum takes 32 products in the order of amx_tiles.h: of 32 dimensions of a
+// query and a key, and of 32 positions and a value, which begin at a multiple of 32. Weights are
+// rounded to bfloat16.
+struct PairedTiles {
+  // Before and after the loops, in the thread that runs them.
+  void (*begin)();
+  void (*end)();
+
+  // As AttentionTiles::dot_products, for queries [rows, words] and keys as columns of words. `rows`
+  // is a multiple of 16.
+  void (*dot_products)(const float* queries, const float* keys, int64_t words, int64_t rows,
+                       float* out, int64_t out_stride);
+
+  // out[r, j] += weights[r, k] * values[k][j] for kTileKeys values and all rows, a multiple of 16.
+  // Null values are zeros. Weights must be 0 where a row does not see the value. Does nothing and
+  // returns false if a value is not finite, because 0 times it is NaN.
+  bool (*multiply_add)(const float* weights, int64_t weight_stride, const BFloat16* const* values,
+                       int64_t columns, int64_t rows, float* out);
+
+  // The same for one row and the values that it sees; the others are null. Any value is taken.
+  void (*multiply_add_row)(const float* weights, const BFloat16* const* values, int64_t columns,
+                           float* out);
+};
+
 struct AttentionTiles {
+  // Query rows are padded to multiples of this.
+  int64_t row_block;
+
   // out[i] = rows[0][i] as float32.
   void (*load_row)(FloatType type, const void* row, int64_t count, float* out);
 
@@ -59,9 +88,13 @@ struct AttentionTiles {
 
   // out[i] = values[i] / sum, rounded to the type.
   void (*store_quotients)(FloatType type, const float* values, float sum, int64_t count, void* out);
+
+  // Null, or the loops for matrix units, which replace dot_products and multiply_add.
+  const PairedTiles* paired = nullptr;
 };
 
-// The loops for the instruction set that cpu_isa() chose.
-const AttentionTiles& attention_tiles();
+// The loops for the instruction set that cpu_isa() chose. Keys and values of bfloat16 are paired if
+// there are matrix units and head_dim is a multiple of 32, at most kMaxPairedDim.
+const AttentionTiles& attention_tiles(FloatType type, int64_t head_dim);
 
 }  // namespace specdec::cpu

@@ -263,7 +263,8 @@ SPECDEC_TILES_TARGET void store_quotients(FloatType type, const float* values, f
   }
 }
 
-constexpr AttentionTiles kTiles{.load_row = load_row,
+constexpr AttentionTiles kTiles{.row_block = kRowBlock,
+                                .load_row = load_row,
                                 .load_columns = load_columns,
                                 .dot_products = dot_products,
                                 .multiply_add = multiply_add,

@@ -10,5 +10,6 @@ constexpr int64_t kBlock = 16;  // keys and dimensions that are transposed at a 
 
 const AttentionTiles& attention_tiles_avx2();
 const AttentionTiles& attention_tiles_avx512();
+const PairedTiles& paired_tiles_amx();
 
 }  // namespace specdec::cpu

@@ -7,7 +7,8 @@
 //            nodes; each query row then picks the products of its own ancestors, in order, as those
 //            of positions P, P + 1, ...
 //   softmax  of each query row over the split's positions; sums in lanes by position
-//   values   in ascending position, one fused multiply-add each
+//   values   in ascending position, one fused multiply-add each; on matrix units, 32 positions at a
+//            time (PairedTiles)
 //   merge    the splits of a query row in ascending order, by maximum and sum
 //
 // So the operations of a query row depend only on its own list of (position, key, value). A node
@@ -134,19 +135,18 @@ class Waves {
     float* values = total.values + query_row * sizes_.padded_dim;
     for (int64_t task = item.is_continued ? item.begin : item.begin + 1; task < item.end; ++task) {
       const AttentionPartial later = partial(task + 1);
-      tiles_.merge(later.stats[query_row], later.values + query_row * sizes_.padded_dim,
+      sizes_.tiles.merge(later.stats[query_row], later.values + query_row * sizes_.padded_dim,
                    &total.stats[query_row], values, sizes_.padded_dim);
     }
     if (item.is_complete) {
-      tiles_.store_quotients(params_.type, values, total.stats[query_row].sum, params_.head_dim,
-                             out);
+      sizes_.tiles.store_quotients(params_.type, values, total.stats[query_row].sum,
+                                   params_.head_dim, out);
     }
   }
 
   const TreeAttentionParams& params_;
   const ParallelFor& parallel_for_;
   AttentionSizes sizes_;
-  const AttentionTiles& tiles_ = attention_tiles();
   std::vector<AttentionTask>& tasks_;
   std::vector<Item>& items_;
   FloatBuffer& partials_;

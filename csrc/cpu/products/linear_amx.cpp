@@ -8,63 +8,19 @@
 // GCC 12 warns about its own intrinsics (bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-#define SPECDEC_LINEAR_TARGET                                 \
-  __attribute__((                                             \
-      target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
-             "avx2,fma,prefer-vector-width=512,amx-tile,amx-bf16")))
+#define SPECDEC_LINEAR_TARGET SPECDEC_TARGET_AMX
+#include "cpu/runtime/amx_tiles.h"
 #include "loops/matrix_units_kernel.h"
 #include "loops/transpose.h"
 
 namespace specdec::cpu {
 namespace {
 
-// The operand of ldtilecfg (Intel's manual, volume 1, 18.2).
-struct alignas(64) TileConfig {
-  uint8_t palette;
-  uint8_t start_row;
-  uint8_t reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-};
-
-// The registers of the calling thread. Compilers do not keep values in them.
-class AmxTiles : public Transposes {
- public:
-  SPECDEC_LINEAR_INLINE explicit AmxTiles(int64_t columns) {
-    TileConfig config = {};
-    config.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) {
-      const bool is_weights = tile == 4 || tile == 5;
-      config.rows[tile] = 16;
-      config.row_bytes[tile] = is_weights ? kStepBytes : columns * sizeof(float);
-    }
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  // Else every switch to another thread would save the tiles.
-  SPECDEC_LINEAR_INLINE ~AmxTiles() { asm volatile("tilerelease"); }
-  AmxTiles(const AmxTiles&) = delete;
-  AmxTiles& operator=(const AmxTiles&) = delete;
-
-  template <int kTile>
-  SPECDEC_LINEAR_INLINE void clear() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-  }
-  template <int kTile>
-  SPECDEC_LINEAR_INLINE void load(const void* p, int64_t stride) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
-  }
-  template <int kTile>
-  SPECDEC_LINEAR_INLINE void store(void* p, int64_t stride) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
-  }
-  template <int kSums, int kWeights, int kInputs>
-  SPECDEC_LINEAR_INLINE void multiply_add() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kWeights),
-                 "i"(kInputs));
-  }
+struct AmxLinearTiles : AmxTiles, Transposes {
+  using AmxTiles::AmxTiles;
 
   // Outputs 2 p and 2 p + 1 are rounded into pairs of all rows, and words are transposed from then on.
-  SPECDEC_LINEAR_INLINE static void round(const float (*sums)[16], const float* bias,
+  SPECDEC_LINEAR_INLINE static void round_outputs(const float (*sums)[16], const float* bias,
                                           BFloat16 (*rows)[16]) {
     const __m512i row = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i interleaved =
@@ -108,7 +64,7 @@ class AmxTiles : public Transposes {
 
 }  // namespace
 
-Products products_amx(const Products& products) { return with_matrix_units<AmxTiles>(products); }
+Products products_amx(const Products& products) { return with_matrix_units<AmxLinearTiles>(products); }
 
 }  // namespace specdec::cpu
 

@@ -1,8 +1,8 @@
 // linear in plain C++ for compilers to vectorise. A baseline without fused multiply-add (x86-64)
 // rounds twice, so it gives other bits, which are the same for every number of rows.
-#include <cmath>
 #include <cstring>
-#include <limits>
+
+#include "cpu/runtime/emulated_tiles.h"
 
 #define SPECDEC_LINEAR_TARGET
 #include "loops/many_rows_kernel.h"
@@ -233,75 +233,26 @@ struct Portable {
   }
 };
 
-// A subnormal number becomes zero, as in AMX.
-float flushed(float x) {
-  return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
-}
+struct EmulatedLinearTiles : EmulatedTiles {
+  using EmulatedTiles::EmulatedTiles;
 
-// Tiles in plain code, for tests on processors without them.
-class EmulatedTiles : public Portable<float> {
- public:
-  explicit EmulatedTiles(int64_t columns) : columns_(columns) {}
-
-  static void round(const float (*sums)[kLanes], const float* bias, BFloat16 (*rows)[kLanes]) {
+  static void transpose(const float* const* rows, int64_t column, float* out, int64_t stride) {
+    Portable<float>::transpose(rows, column, out, stride);
+  }
+  static void round_outputs(const float (*sums)[kLanes], const float* bias,
+                            BFloat16 (*rows)[kLanes]) {
     for (int64_t row = 0; row < kLanes; ++row) {
       for (int64_t out = 0; out < kLanes; ++out) {
         from_float(flushed(sums[out][row] + bias[out]), &rows[row][out]);
       }
     }
   }
-
-  template <int kTile>
-  void clear() {
-    std::memset(tiles_[kTile], 0, sizeof(tiles_[kTile]));
-  }
-  template <int kTile>
-  void load(const void* p, int64_t stride) {
-    for (int64_t row = 0; row < kLanes; ++row) {
-      std::memcpy(tiles_[kTile][row], static_cast<const std::byte*>(p) + row * stride,
-                  row_bytes(kTile));
-    }
-  }
-  template <int kTile>
-  void store(void* p, int64_t stride) {
-    for (int64_t row = 0; row < kLanes; ++row) {
-      std::memcpy(static_cast<std::byte*>(p) + row * stride, tiles_[kTile][row], row_bytes(kTile));
-    }
-  }
-  template <int kSums, int kWeights, int kInputs>
-  void multiply_add() {
-    for (int64_t out = 0; out < kLanes; ++out) {
-      for (int64_t row = 0; row < columns_; ++row) {
-        float sums[2] = {};  // of the first and the second elements of pairs
-        for (int64_t pair = 0; pair < kLanes; ++pair) {
-          BFloat16 weights[2], inputs[2];
-          std::memcpy(weights, &tiles_[kWeights][out][pair], sizeof(weights));
-          std::memcpy(inputs, &tiles_[kInputs][pair][row], sizeof(inputs));
-          for (int i = 0; i < 2; ++i) {
-            sums[i] = flushed(
-                exact_fma(flushed(to_float(weights[i])), flushed(to_float(inputs[i])), sums[i]));
-          }
-        }
-        float& sum = tiles_[kSums][out][row];
-        sum = flushed(sum + flushed(sums[0] + sums[1]));
-      }
-    }
-  }
-
- private:
-  size_t row_bytes(int tile) const {
-    const bool is_weights = tile == 4 || tile == 5;
-    return (is_weights ? kLanes : columns_) * sizeof(float);
-  }
-
-  int64_t columns_;
-  float tiles_[8][kLanes][kLanes];
 };
 
 }  // namespace
 
 Products products_emulated_amx(const Products& products) {
-  return with_matrix_units<EmulatedTiles>(products);
+  return with_matrix_units<EmulatedLinearTiles>(products);
 }
 
 Products products_baseline(FloatType type, ProductKind kind) {

@@ -22,8 +22,11 @@ void many_rows_linears(const Products& code, std::span<const LinearParams> produ
     const size_t size = code.packed_size(rows, params.in_features);
     if (packed.size() < size) packed.resize(size);
     float* inputs = packed.data();
-    parallel_for(rows, kPackGrain / (params.in_features + 1) + 1, [&](int64_t begin, int64_t end) {
-      code.pack_inputs(params, row, rows, begin, end, inputs);
+    const int64_t blocks = (rows + kPackedRows - 1) / kPackedRows;
+    const int64_t block_work = kPackedRows * params.in_features + 1;
+    parallel_for(blocks, kPackGrain / block_work + 1, [&](int64_t begin, int64_t end) {
+      code.pack_inputs(params, row, rows, begin * kPackedRows, std::min(rows, end * kPackedRows),
+                       inputs);
     });
     parallel_for(groups, product_grain(kManyOuts, params.in_features, rows),
                  [&](int64_t begin, int64_t end) {

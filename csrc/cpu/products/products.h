@@ -64,6 +64,7 @@ struct LinearPass {
 
 constexpr int64_t kManyPassRows = 256;
 constexpr int64_t kManyOuts = 32;    // weight rows that a thread takes at least
+constexpr int64_t kPackedRows = 8;   // input rows that a thread packs at least
 constexpr int64_t kManyBlock = 256;  // elements of in_features that have a sum of their own
 
 // Up to kManyPassRows rows of a product for many rows, with the inputs as `pack_inputs` writes them.
@@ -89,7 +90,8 @@ struct Products {
                 int64_t stride);
   // Number of float32 that the packed inputs of a pass take.
   int64_t (*packed_size)(int64_t rows, int64_t ins);
-  // Packs rows [begin, end) of those from params.input's `first_row` on, of `rows` in the pass.
+  // Packs rows [begin, end) of those from params.input's `first_row` on, of `rows` in the pass. `begin`
+  // is a multiple of kPackedRows.
   void (*pack_inputs)(const LinearParams& params, int64_t first_row, int64_t rows, int64_t begin,
                       int64_t end, float* packed);
   // Writes the pass's rows of output[:, first_out:end_out].

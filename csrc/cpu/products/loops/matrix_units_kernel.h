@@ -1,18 +1,12 @@
 // The loops of `linear` for bfloat16 on matrix units, for any number of input rows. The including
-// file defines SPECDEC_LINEAR_TARGET and a type Tiles, whose object is eight registers for tiles of
-// 16 rows of 64 bytes:
+// file defines SPECDEC_LINEAR_TARGET and Tiles, the registers of cpu/runtime/amx_tiles.h, which also
+// have
 //
-//   Tiles(columns)                            tiles of inputs and sums have so many words in a row
-//   clear<tile>()
-//   load<tile>(p, stride)                     rows `stride` bytes apart
-//   store<tile>(p, stride)
-//   multiply_add<sums, weights, inputs>()     sums[o][r] += weights[o] . inputs[r], as in linear.h
-//   round(sums, bias, rows)                   rows[r][o] = sums[o][r] + bias[o], for 16 of each
-//   transpose(rows, column, out, stride)      see many_rows_kernel.h
+//   transpose(rows, column, out, stride)   see many_rows_kernel.h
+//   round_outputs(sums, bias, rows)        rows[r][o] = sums[o][r] + bias[o], for 16 of each
 //
-// Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 inputs. A tile of weights is 32 elements of 16
-// weight rows, which it reads where they are. A tile of inputs is the same elements of 16 input rows
-// or fewer: word [p][r] is pair p of row r. So inputs are packed as [blocks of 16 rows][steps of 32
+// The left factors are 32 elements of 16 weight rows, which are read where they are. The right ones
+// are the same elements of up to 16 input rows, and packed as [blocks of 16 rows][steps of 32
 // elements][16 pairs][rows of the block]. As many rows as fit in a tile take the time of one.
 //
 // Loops, outermost first: groups of kGroupOuts weight rows, blocks of input rows, steps. A tile waits
@@ -37,30 +31,39 @@ class MatrixUnitsKernel {
                                                 int64_t rows, int64_t begin, int64_t end,
                                                 float* packed) {
     const int64_t columns = num_columns(rows), ins = params.in_features;
-    const int64_t whole = columns == kTile ? ins / kTile * kHalf : 0;  // words that are transposed
-    for (int64_t r = begin; r < end;) {
-      const float* inputs[kHalf];
-      const bool is_half = r % kHalf == 0 && r + kHalf <= end;
-      const int64_t count = is_half ? kHalf : 1;
-      for (int64_t i = 0; i < count; ++i) {
+    const int64_t count = std::min(columns, kPackedRows);  // at a time
+    for (int64_t first = begin; first < end; first += count) {
+      const float* inputs[kPackedRows];
+      for (int64_t i = 0; i < count; ++i) {  // a column beyond the last row is a copy of it
+        const int64_t row = first_row + std::min(first + i, rows - 1);
         inputs[i] = reinterpret_cast<const float*>(static_cast<const BFloat16*>(params.input) +
-                                                   input_offset(params, first_row + r + i));
+                                                   input_offset(params, row));
       }
-      float* column = packed + r / kTile * block_words(rows, ins) + r % kTile;
-      const int64_t transposed = is_half ? whole : 0;
-      for (int64_t word = 0; word < transposed; word += kHalf) {
-        Tiles::transpose(inputs, word, column + word * kTile, kTile);
+      float* column = packed + first / kTile * block_words(rows, ins) + first % kTile;
+      const int64_t words = ins / 2, whole = words / kPackedRows * kPackedRows;
+      if (count == 1) {
+        std::memcpy(column, inputs[0], whole * sizeof(float));
+      } else {
+        for (int64_t word = 0; word < whole; word += kPackedRows) {
+          Tiles::transpose(inputs, word, column + word * columns, columns);
+        }
       }
       for (int64_t i = 0; i < count; ++i) {
-        pack_row(inputs[i], ins, transposed, columns, column + i);
+        float* rest = column + i;
+        for (int64_t word = whole; word < num_steps(ins) * kTile; ++word) {
+          BFloat16 pair[2] = {};
+          std::memcpy(pair, inputs[i] + word,
+                      std::clamp<int64_t>(ins - 2 * word, 0, 2) * sizeof(BFloat16));
+          std::memcpy(rest + word * columns, pair, sizeof(pair));
+        }
       }
-      r += count;
     }
   }
 
   SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
                                         int64_t end_out) {
     Tiles tiles(num_columns(pass.rows));
+    Tiles::begin(num_columns(pass.rows));
     for (int64_t out = first_out; out < end_out; out += kGroupOuts) {
       const Group group(pass.params, out, std::min(kGroupOuts, end_out - out));
       Prefetch prefetch(pass, out + kGroupOuts, end_out);
@@ -68,35 +71,23 @@ class MatrixUnitsKernel {
         run_rows(tiles, pass, group, row, std::min(2 * kTile, pass.rows - row), prefetch);
       }
     }
+    Tiles::end();
   }
 
  private:
   static constexpr int64_t kTile = 16;  // rows, or words of a row
-  static constexpr int64_t kHalf = kTile / 2;
   static constexpr int64_t kStep = 2 * kTile;
   static constexpr int64_t kGroupTiles = 4;
   static constexpr int64_t kGroupOuts = kGroupTiles * kTile;
 
-  static int64_t num_columns(int64_t rows) { return std::min(rows, kTile); }
+  // Whole packed rows, but one row is packed as it is.
+  static int64_t num_columns(int64_t rows) {
+    return rows == 1 ? 1 : rows <= kPackedRows ? kPackedRows : kTile;
+  }
   static int64_t num_blocks(int64_t rows) { return (rows + kTile - 1) / kTile; }
   static int64_t num_steps(int64_t ins) { return (ins + kStep - 1) / kStep; }
   static int64_t block_words(int64_t rows, int64_t ins) {
     return num_steps(ins) * kTile * num_columns(rows);
-  }
-
-  // Packs the words of a row from `first` on.
-  SPECDEC_LINEAR_TARGET static void pack_row(const float* row, int64_t ins, int64_t first,
-                                             int64_t columns, float* column) {
-    const int64_t whole = ins / 2, words = num_steps(ins) * kTile;
-    if (columns == 1) {
-      std::memcpy(column, row, whole * sizeof(float));
-    } else {
-      for (int64_t word = first; word < whole; ++word) {
-        std::memcpy(column + word * columns, row + word, sizeof(float));
-      }
-    }
-    for (int64_t word = whole; word < words; ++word) column[word * columns] = 0.0f;
-    if (ins % 2 == 1) std::memcpy(column + whole * columns, row + whole, sizeof(BFloat16));
   }
 
   struct WeightTile {
@@ -265,7 +256,7 @@ class MatrixUnitsKernel {
       const int64_t count = std::min(kTile, group.outs - out);
       if (count <= 0) break;
       alignas(kStepBytes) BFloat16 rounded[kTile][kTile];
-      Tiles::round(sums[i], group.bias + out, rounded);
+      Tiles::round_outputs(sums[i], group.bias + out, rounded);
       BFloat16* output = static_cast<BFloat16*>(pass.params.output) +
                          (pass.first_row + row + skipped) * pass.params.output_stride + group.out +
                          out;
