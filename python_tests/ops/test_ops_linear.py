@@ -94,6 +94,16 @@ def test_transposed_weights_are_read_in_any_tiles():
         assert torch.equal(TRANSPOSED(input[:rows], weight, bias), together[:rows])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("linear", [FEW, MANY], ids=["few", "many"])
+def test_nothing_is_read_behind_inputs_and_weights(dtype, rows, linear):
+    for in_features, out_features in ((45, 21), (64, 50)):
+        input, weight, _ = random_arguments(rows, in_features, out_features, dtype)
+        stored = before_a_closed_page(input), before_a_closed_page(weight)
+        assert returns(lambda both=stored: linear(*both))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_is_read_behind_the_last_column(dtype, rows):
