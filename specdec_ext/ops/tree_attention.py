@@ -33,7 +33,9 @@ def tree_attention(
     The output of a node depends only on the ordered list of (position, key, value) that it sees. The batch,
     the number of nodes, the other nodes, the places of the slots and the capacity of the cache do not change
     a single bit. So a node has exactly the bits of plain decoding along its path. This is true on the CPU,
-    where all numbers of threads and all instruction sets give the same bits, and on CUDA. The contents of
+    where all numbers of threads and all instruction sets give the same bits, and on CUDA. Only matrix units
+    (AMX), for bfloat16 and a ``head_dim`` that is a multiple of 32, at most 256, have bits of their own: they
+    take 32 positions at a time, with weights rounded to bfloat16. The contents of
     slots that a node does not see have no effect, even if they are NaN, with one exception on CUDA: NaN in a
     value that a window hides from some nodes of a row, but not from others, affects all of them.
 
