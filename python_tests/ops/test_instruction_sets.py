@@ -33,7 +33,11 @@ OPS = [
     "decoder_layers",
 ]
 # Results that matrix units compute.
-BFLOAT16_ON_UNITS = {*(("linear", number) for number in range(6, 10)), ("tree_attention", 3)}
+BFLOAT16_ON_UNITS = {
+    *(("linear", number) for number in range(6, 10)),
+    *(("linear_codes", number) for number in (4, 9, 14, 19, 24, 29, 33)),  # many rows of each kind
+    ("tree_attention", 3),
+}
 SCRIPT = """
 import importlib, os, sys, torch
 
@@ -79,7 +83,10 @@ def test_instruction_sets_do_not_change_the_result(op, isa, folder):
     ):
         is_tiled = (op, number) in BFLOAT16_ON_UNITS
         differ_in_units = isa.startswith("amx") != here.startswith("amx")
-        if (isa == "baseline" and op.startswith("linear")) or (is_tiled and differ_in_units):
+        if is_tiled and differ_in_units:  # weights of sums are bfloat16, too
+            largest = float(ours.abs().max())
+            torch.testing.assert_close(theirs, ours, rtol=2.0**-6, atol=largest * 2.0**-8)
+        elif isa == "baseline" and op.startswith("linear"):
             torch.testing.assert_close(theirs, ours)
         elif isa == "baseline" and op == "draft_head" and number < 2:
             assert_same_draft(theirs, ours)

@@ -8,13 +8,18 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.ops.op_cases import before_a_closed_page, generator, returns, two_threads
+from helpers.ops.op_cases import (
+    before_a_closed_page,
+    generator,
+    has_matrix_units,
+    returns,
+    two_threads,
+)
 
 from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
-HAS_MATRIX_UNITS = ops.cpu_instructions().startswith("amx")
 FEW, MANY = partial(ops.linear, many_rows=False), partial(ops.linear, many_rows=True)
 
 
@@ -45,7 +50,7 @@ needs_fma = pytest.mark.skipif(
 
 
 def skip_if_on_matrix_units(dtype):
-    if HAS_MATRIX_UNITS and dtype == torch.bfloat16:
+    if has_matrix_units() and dtype == torch.bfloat16:
         pytest.skip("matrix units have an order of their own")
 
 
@@ -62,7 +67,7 @@ def random_arguments(rows, in_features, out_features, dtype, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_features", IN_FEATURES)
 def test_equals_reference(in_features, dtype, many_rows):
-    reference = partial(linear_reference, many_rows=many_rows, matrix_units=HAS_MATRIX_UNITS)
+    reference = partial(linear_reference, many_rows=many_rows, matrix_units=has_matrix_units())
     for rows, out_features in ((9, 25), (3, 3), (41, 70)):
         input, weight, bias = random_arguments(rows, in_features, out_features, dtype)
         for b in (bias, None):
@@ -174,8 +179,9 @@ def check_worked_examples_of_matrix_units():
             assert linear(input, weight.bfloat16()).item() == expected
 
 
-@pytest.mark.skipif(not HAS_MATRIX_UNITS, reason="needs AMX; test_instruction_sets emulates it")
 def test_worked_example_for_matrix_units():
+    if not has_matrix_units():
+        pytest.skip("needs AMX; test_instruction_sets emulates it")
     check_worked_examples_of_matrix_units()
 
 
@@ -280,7 +286,7 @@ def test_nan_and_infinity_propagate(dtype, linear):
 def isa_results():
     """Also checks what holds in every instruction set."""
     results = []
-    if ops.cpu_instructions().startswith("amx"):
+    if has_matrix_units():
         check_worked_examples_of_matrix_units()
         for in_features in IN_FEATURES:
             test_equals_reference(in_features, torch.bfloat16, False)

@@ -4,7 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.ops.op_cases import before_a_closed_page, generator, returns, two_threads
+from helpers.ops.op_cases import (
+    before_a_closed_page,
+    generator,
+    has_matrix_units,
+    returns,
+    two_threads,
+)
 
 from specdec_ext import ops
 from specdec_ext.ops.quantise import QuantisedWeight
@@ -56,6 +62,8 @@ def random_rows(rows, ins, outs, dtype, seed=1):
 
 
 def of_expanded(input, weight, bias, many_rows):
+    if has_matrix_units() and input.dtype == torch.bfloat16 and many_rows:
+        return ops.linear(input, weight.dequantise().bfloat16(), bias, many_rows=True)
     wide = None if bias is None else bias.float()
     product = ops.linear(input.float(), weight.dequantise(), wide, many_rows=many_rows)
     return product.to(input.dtype)
@@ -89,7 +97,9 @@ def test_equals_reference(kind, many_rows):
     weight = random_weight(kind, 25, 300, 128)
     for dtype in DTYPES:
         input, bias = random_rows(5, 300, 25, dtype)
-        expected = reference(input, weight, bias, many_rows=many_rows)
+        expected = reference(
+            input, weight, bias, many_rows=many_rows, matrix_units=has_matrix_units()
+        )
         assert torch.equal(ops.linear(input, weight, bias, many_rows=many_rows), expected)
 
 

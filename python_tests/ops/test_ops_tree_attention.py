@@ -19,7 +19,7 @@ from helpers.ops.attention_cases import (
     run,
     static_arguments,
 )
-from helpers.ops.op_cases import generator, strided, two_threads
+from helpers.ops.op_cases import generator, has_matrix_units, strided, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.tree_attention import tree_attention as reference
@@ -369,7 +369,7 @@ def isa_results():
     paired = Shape(prefixes=(290, 33), nodes=7, heads=6, kv_heads=2, head_dim=96)
     case = random_case(paired, torch.bfloat16)
     results.append(run({**static_arguments(case, window=200), "softcap": 9.0}))
-    if ops.cpu_instructions().startswith("amx"):
+    if has_matrix_units():
         for shape in TREE_SHAPES:
             test_a_tree_equals_decoding_token_by_token(shape, (7, 4.0), torch.bfloat16)
         test_nan_in_a_rejected_sibling_does_not_matter(torch.bfloat16, "cpu")

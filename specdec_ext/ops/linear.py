@@ -30,7 +30,8 @@ def linear(
     The product with a quantised weight is that of ``input.float()`` with ``weight.dequantise()``, bit for
     bit. But few rows of bfloat16 inputs are multiplied as integers of 16 bits, of which 64 share an exponent,
     unless codes stand for levels. That changes an input by at most 2^-15 of the largest of its 64, and not at
-    all if it is at least 2^-7 of it.
+    all if it is at least 2^-7 of it. And matrix units multiply many rows of bfloat16 inputs with
+    ``weight.dequantise().bfloat16()``.
 
     Args:
         input: ``[..., in_features]`` float32 or bfloat16; the last dimension is contiguous, and the others
@@ -41,7 +42,7 @@ def linear(
             the order for many rows.
         bias: ``[out_features]`` of the same dtype, contiguous, or None.
         many_rows: sum in the order for many rows (a prompt), which is the faster one from about 32 rows on.
-            On matrix units, both orders are the same.
+            On matrix units, rows of bfloat16 have the same order in both.
 
     Returns:
         ``[..., out_features]`` contiguous.

@@ -37,13 +37,16 @@ def linear(
 ) -> Tensor:
     """Arguments and output of ``specdec_ext.ops.linear``; float64 arguments are summed in float64.
 
-    ``matrix_units`` sums rows of bfloat16 in the order of matrix units.
+    ``matrix_units`` computes products of bfloat16 as matrix units do.
     """
     if isinstance(weight, QuantisedWeight):
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         bias = None if bias is None else bias.to(wide)
         if input.dtype == torch.bfloat16 and not many_rows and weight.levels is None:
             return _finish(_integer_lanes(input, weight), bias).to(input.dtype)
+        if input.dtype == torch.bfloat16 and many_rows and matrix_units:
+            total = _tiles(input, weight.dequantise(wide).bfloat16())
+            return (total if bias is None else total + bias).to(input.dtype)
         product = linear(input.to(wide), weight.dequantise(wide), bias, many_rows=many_rows)
         return product.to(input.dtype)
     if weight.stride(1) != 1 and weight.stride(0) == 1 and weight.shape[1] > 1:

@@ -268,8 +268,8 @@ class SplitAttention {
       if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.num_prefix_slots()));
       const bool has_nodes = row_.num_tiles() > 0 && tile.end > row_.prefix_length();
       const float* weights = scores_ + (begin - split_.begin);
-      if (has_nodes || !tiles_.paired->multiply_add(weights, kSplitKeys, values,
-                                                    sizes_.padded_dim, padded_rows_, out_.values)) {
+      if (has_nodes || !tiles_.paired->multiply_add(weights, kSplitKeys, values, sizes_.padded_dim,
+                                                    padded_rows_, out_.values)) {
         for (int64_t row = 0; row < rows_; ++row) add_paired_values_of(row, tile);
       }
     }

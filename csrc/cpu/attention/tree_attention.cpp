@@ -136,7 +136,7 @@ class Waves {
     for (int64_t task = item.is_continued ? item.begin : item.begin + 1; task < item.end; ++task) {
       const AttentionPartial later = partial(task + 1);
       sizes_.tiles.merge(later.stats[query_row], later.values + query_row * sizes_.padded_dim,
-                   &total.stats[query_row], values, sizes_.padded_dim);
+                         &total.stats[query_row], values, sizes_.padded_dim);
     }
     if (item.is_complete) {
       sizes_.tiles.store_quotients(params_.type, values, total.stats[query_row].sum,

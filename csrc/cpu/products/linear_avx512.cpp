@@ -1,4 +1,4 @@
-// linear with AVX-512; bfloat16 with vdpbf16ps if the processor has it.
+// linear with AVX-512; bfloat16 with matrix units (AMX) or vdpbf16ps if the processor has them.
 #include "specdec/cpu/isa.h"
 
 #ifdef SPECDEC_X86
@@ -10,11 +10,10 @@
 // GCC 12 warns about its own intrinsics (bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-#define SPECDEC_LINEAR_TARGET                                 \
-  __attribute__((                                             \
-      target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
-             "avx2,fma,prefer-vector-width=512")))
+#define SPECDEC_LINEAR_TARGET SPECDEC_TARGET_AMX
+#include "cpu/runtime/amx_tiles.h"
 #include "loops/many_rows_kernel.h"
+#include "loops/matrix_units_kernel.h"
 #include "loops/pack_integers.h"
 #include "loops/transpose.h"
 
@@ -195,13 +194,67 @@ struct BFloat16Split : Avx512 {
   }
 };
 
-}  // namespace
+struct AmxLinearTiles : AmxTiles, Transposes {
+  using AmxTiles::AmxTiles;
 
-Products products_avx512(FloatType type, ProductKind kind) {
+  // Outputs 2 p and 2 p + 1 are rounded into pairs of all rows, and words are transposed from then on.
+  SPECDEC_LINEAR_INLINE static void round_outputs(const float (*sums)[16], const float* bias,
+                                                  BFloat16 (*rows)[16]) {
+    const __m512i row = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i interleaved =
+        _mm512_add_epi32(row, _mm512_slli_epi32(_mm512_add_epi32(row, _mm512_set1_epi32(16)), 16));
+    __m512i pairs[8];
+    SPECDEC_UNROLL for (int i = 0; i < 8; ++i) {
+      const auto first = _mm512_add_ps(_mm512_load_ps(sums[2 * i]), _mm512_set1_ps(bias[2 * i]));
+      const auto second =
+          _mm512_add_ps(_mm512_load_ps(sums[2 * i + 1]), _mm512_set1_ps(bias[2 * i + 1]));
+      pairs[i] = _mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+    __m512i fours[2][4];  // lane l of [h][k]: the pairs 4 h to 4 h + 3 of row 4 l + k
+    SPECDEC_UNROLL for (int half = 0; half < 2; ++half) {
+      const __m512i* own = pairs + 4 * half;
+      const __m512i low01 = _mm512_unpacklo_epi32(own[0], own[1]);
+      const __m512i low23 = _mm512_unpacklo_epi32(own[2], own[3]);
+      const __m512i high01 = _mm512_unpackhi_epi32(own[0], own[1]);
+      const __m512i high23 = _mm512_unpackhi_epi32(own[2], own[3]);
+      fours[half][0] = _mm512_unpacklo_epi64(low01, low23);
+      fours[half][1] = _mm512_unpackhi_epi64(low01, low23);
+      fours[half][2] = _mm512_unpacklo_epi64(high01, high23);
+      fours[half][3] = _mm512_unpackhi_epi64(high01, high23);
+    }
+    const __m512i lanes01 = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i lanes23 = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    SPECDEC_UNROLL for (int k = 0; k < 4; ++k) {
+      const __m512i low = _mm512_permutex2var_epi64(fours[0][k], lanes01, fours[1][k]);
+      const __m512i high = _mm512_permutex2var_epi64(fours[0][k], lanes23, fours[1][k]);
+      store_row(_mm512_castsi512_si256(low), rows[k]);
+      store_row(_mm512_extracti64x4_epi64(low, 1), rows[4 + k]);
+      store_row(_mm512_castsi512_si256(high), rows[8 + k]);
+      store_row(_mm512_extracti64x4_epi64(high, 1), rows[12 + k]);
+    }
+  }
+
+ private:
+  SPECDEC_LINEAR_INLINE static void store_row(__m256i row, BFloat16* p) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(p), row);
+  }
+};
+
+Products vector_products(FloatType type, ProductKind kind) {
   if (kind != ProductKind::kRows) return wide_products<Float32>(type, kind);
   if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
   return cpu_has_avx512_bf16() ? products_with<BFloat16Dot, BFloat16Dot>()
                                : products_with<BFloat16Split, Float32>();
+}
+
+}  // namespace
+
+Products products_avx512(FloatType type, ProductKind kind) {
+  Products products = vector_products(type, kind);
+  if (type == FloatType::kBFloat16 && matrix_units() == MatrixUnits::kAmx) {
+    use_matrix_units<AmxLinearTiles, Float32>(kind, products);
+  }
+  return products;
 }
 
 }  // namespace specdec::cpu

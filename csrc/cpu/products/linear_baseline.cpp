@@ -251,8 +251,8 @@ struct EmulatedLinearTiles : EmulatedTiles {
 
 }  // namespace
 
-Products products_emulated_amx(const Products& products) {
-  return with_matrix_units<EmulatedLinearTiles>(products);
+void use_emulated_units(ProductKind kind, Products& products) {
+  use_matrix_units<EmulatedLinearTiles, Portable<float>>(kind, products);
 }
 
 Products products_baseline(FloatType type, ProductKind kind) {

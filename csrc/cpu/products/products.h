@@ -103,18 +103,16 @@ Products products_baseline(FloatType type, ProductKind kind);
 Products products_avx2(FloatType type, ProductKind kind);
 Products products_avx512(FloatType type, ProductKind kind);
 
-// The same on matrix units, for rows of bfloat16 weights. Panels stay as they are.
-Products products_amx(const Products& products);
-Products products_emulated_amx(const Products& products);
+// Replaces products of bfloat16 by those of emulated matrix units.
+void use_emulated_units(ProductKind kind, Products& products);
 
 inline Products products(FloatType type, ProductKind kind) {
-  const Products found =
+  Products found =
       SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type, kind);
-  if (type != FloatType::kBFloat16 || kind != ProductKind::kRows) return found;
-#ifdef SPECDEC_X86
-  if (matrix_units() == MatrixUnits::kAmx) return products_amx(found);
-#endif
-  return matrix_units() == MatrixUnits::kEmulated ? products_emulated_amx(found) : found;
+  if (type == FloatType::kBFloat16 && matrix_units() == MatrixUnits::kEmulated) {
+    use_emulated_units(kind, found);
+  }
+  return found;
 }
 
 // The element at which an input row starts.

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec_ext import ops
+
 # Devices of torch; the fixture `device` adds those of emulation.py.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -43,6 +45,12 @@ def sliced(tensor: Tensor, device: str) -> Tensor:
     view = buffer[1:, :6, 1, 7:108]
     view.copy_(tensor)
     return view
+
+
+def has_matrix_units() -> bool:
+    """Whether ops multiply bfloat16 on matrix units, or emulate them. Not called when modules are imported: the
+    first call chooses the instructions for the life of the process."""
+    return ops.cpu_instructions().startswith("amx")
 
 
 def before_a_closed_page(tensor: Tensor) -> Tensor:

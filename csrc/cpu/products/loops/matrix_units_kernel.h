@@ -16,11 +16,12 @@
 
 #include <vector>
 
-#include "linear_kernel.h"
+#include "codes_kernel.h"
 
 namespace specdec::cpu {
 
-template <class Tiles>
+// `F` is the format of float32, for codes.
+template <class Tiles, class F, ProductKind kKind>
 class MatrixUnitsKernel {
  public:
   static int64_t packed_size(int64_t rows, int64_t ins) {
@@ -75,6 +76,7 @@ class MatrixUnitsKernel {
   }
 
  private:
+  static constexpr bool kHasCodes = kKind != ProductKind::kRows;
   static constexpr int64_t kTile = 16;  // rows, or words of a row
   static constexpr int64_t kStep = 2 * kTile;
   static constexpr int64_t kGroupTiles = 4;
@@ -90,58 +92,60 @@ class MatrixUnitsKernel {
     return num_steps(ins) * kTile * num_columns(rows);
   }
 
-  struct WeightTile {
-    const BFloat16* rows;
-    int64_t stride;  // bytes
-  };
-
-  // The weights of a group. Tiles read 16 rows and whole steps, so what they would read beyond the
-  // matrix is copied before.
+  // The weights of a group: where they are, or a copy that is padded with zeros to whole tiles. Codes
+  // are expanded, and rounded to bfloat16.
   struct Group {
-    Group(const LinearParams& params, int64_t first_out, int64_t num_outs)
-        : out(first_out), outs(num_outs), whole_steps(params.in_features / kStep) {
-      const int64_t ins = params.in_features, left = ins % kStep;
-      has_last = left > 0;
+    SPECDEC_LINEAR_TARGET Group(const LinearParams& params, int64_t first_out, int64_t num_outs)
+        : out(first_out), outs(num_outs), steps(num_steps(params.in_features)) {
       for (int64_t i = 0; params.bias && i < outs; ++i) {
         bias[i] = to_float(static_cast<const BFloat16*>(params.bias)[out + i]);
       }
+      const auto* rows = static_cast<const BFloat16*>(params.weight) + out * params.weight_stride;
+      int64_t row_stride = params.weight_stride;
+      if (kHasCodes || params.in_features % kStep != 0 || outs % kTile != 0) {
+        rows = copy(params);
+        row_stride = steps * kStep;
+      }
+      stride = row_stride * static_cast<int64_t>(sizeof(BFloat16));
       for (int64_t i = 0; i < kGroupTiles; ++i) {
-        // A tile without any row of the matrix is a copy of the first, and is not used.
-        const int64_t first = out + (i * kTile < outs ? i * kTile : 0);
-        const auto* rows =
-            static_cast<const BFloat16*>(params.weight) + first * params.weight_stride;
-        const int64_t count = std::min(kTile, params.out_features - first);
-        tiles[i] = {rows, params.weight_stride * static_cast<int64_t>(sizeof(BFloat16))};
-        if (count < kTile) tiles[i] = copy(rows, params.weight_stride, count, whole_steps * kStep);
-        if (has_last) {
-          BFloat16* end = &ends[i][0][0];
-          std::memset(end, 0, sizeof(ends[i]));
-          for (int64_t row = 0; row < count; ++row) {
-            std::memcpy(end + row * kStep, rows + row * params.weight_stride + ins - left,
-                        left * sizeof(BFloat16));
-          }
-          last[i] = {end, kStep * static_cast<int64_t>(sizeof(BFloat16))};
-        }
+        // A tile that is not used is a copy of the first.
+        tiles[i] = rows + (i * kTile < outs ? i * kTile : 0) * row_stride;
       }
     }
 
-    WeightTile copy(const BFloat16* rows, int64_t stride, int64_t count, int64_t ins) {
-      copied.resize(kTile * ins);
-      for (int64_t row = 0; row < count; ++row) {
-        std::memcpy(copied.data() + row * ins, rows + row * stride, ins * sizeof(BFloat16));
+    SPECDEC_LINEAR_TARGET const BFloat16* copy(const LinearParams& params) const {
+      thread_local std::vector<BFloat16> copied;
+      const int64_t ins = params.in_features, width = steps * kStep;
+      copied.resize(kGroupOuts * width);
+      for (int64_t i = 0; i < outs; ++i) {
+        BFloat16* row = copied.data() + i * width;
+        if constexpr (kHasCodes) {
+          expand(params, out + i, row);
+        } else {
+          const auto* weights = static_cast<const BFloat16*>(params.weight);
+          std::memcpy(row, weights + (out + i) * params.weight_stride, ins * sizeof(BFloat16));
+        }
+        std::memset(row + ins, 0, (width - ins) * sizeof(BFloat16));
       }
-      return {copied.data(), ins * static_cast<int64_t>(sizeof(BFloat16))};
+      return copied.data();
+    }
+
+    SPECDEC_LINEAR_TARGET static void expand(const LinearParams& params, int64_t out,
+                                             BFloat16* row) {
+      alignas(kStepBytes) float weights[kManyBlock];
+      for (int64_t in = 0; in < params.in_features; in += kManyBlock) {
+        const int64_t count = std::min(kManyBlock, params.in_features - in);
+        expand_codes<F>({params, out, 1, in, count, params.weight_stride}, weights, kManyBlock);
+        for (int64_t i = 0; i < count; i += kStep) Tiles::round(weights + i, row + in + i);
+      }
     }
 
     int64_t out;
     int64_t outs;
-    int64_t whole_steps;
-    bool has_last;
+    int64_t steps;
+    int64_t stride;  // of weight rows, bytes
+    const BFloat16* tiles[kGroupTiles];
     alignas(kStepBytes) float bias[kGroupOuts] = {};
-    WeightTile tiles[kGroupTiles];
-    WeightTile last[kGroupTiles];
-    alignas(kStepBytes) BFloat16 ends[kGroupTiles][kTile][kStep];
-    std::vector<BFloat16> copied;
   };
 
   // Prefetches the next group of weights into L2, some lines in each step of two blocks of input rows.
@@ -204,19 +208,17 @@ class MatrixUnitsKernel {
     tiles.template clear<1>();
     tiles.template clear<2>();
     tiles.template clear<3>();
-    for (int64_t step = 0; step < group.whole_steps; ++step) {
-      if constexpr (kBlocks == 2) prefetch.step();
-      add_step<kBlocks>(tiles, group.tiles + first, step, inputs, step);
+    for (int64_t step = 0; step < group.steps; ++step) {
+      if constexpr (kBlocks == 2 && !kHasCodes) prefetch.step();
+      add_step<kBlocks>(tiles, group, first, inputs, step);
     }
-    if (group.has_last) add_step<kBlocks>(tiles, group.last + first, 0, inputs, group.whole_steps);
   }
 
   template <int kBlocks>
-  SPECDEC_LINEAR_INLINE static void add_step(Tiles& tiles, const WeightTile* weights,
-                                             int64_t weight_step, const Inputs& inputs,
-                                             int64_t step) {
+  SPECDEC_LINEAR_INLINE static void add_step(Tiles& tiles, const Group& group, int64_t first,
+                                             const Inputs& inputs, int64_t step) {
     const auto load_weights = [&]<int kRegister>(int i) SPECDEC_LINEAR_TARGET {
-      tiles.template load<kRegister>(weights[i].rows + weight_step * kStep, weights[i].stride);
+      tiles.template load<kRegister>(group.tiles[first + i] + step * kStep, group.stride);
     };
     const int64_t row_bytes = inputs.columns * sizeof(float);
     const float* words = inputs.words + step * kTile * inputs.columns;
@@ -272,16 +274,21 @@ class MatrixUnitsKernel {
   }
 };
 
-// The products of bfloat16 on matrix units, with those of panels that `products` has.
-template <class Tiles>
-Products with_matrix_units(Products products) {
-  using Kernel = MatrixUnitsKernel<Tiles>;
-  products.block_rows = nullptr;
-  products.linear = nullptr;
-  products.packed_size = Kernel::packed_size;
-  products.pack_inputs = Kernel::pack_inputs;
-  products.many_rows = Kernel::run;
-  return products;
+// Replaces those of a format's products of bfloat16 that matrix units compute: all of weights, and those
+// of many rows and codes. `F` is the format of float32.
+template <class Tiles, class F>
+void use_matrix_units(ProductKind kind, Products& products) {
+  const auto use = [&]<class Kernel>() {
+    products.packed_size = Kernel::packed_size;
+    products.pack_inputs = Kernel::pack_inputs;
+    products.many_rows = Kernel::run;
+  };
+  if (kind == ProductKind::kRows) {
+    use.template operator()<MatrixUnitsKernel<Tiles, F, ProductKind::kRows>>();
+    products.linear = nullptr;
+  } else if (kind != ProductKind::kColumns) {
+    use.template operator()<MatrixUnitsKernel<Tiles, F, ProductKind::kFloatCodes>>();
+  }
 }
 
 }  // namespace specdec::cpu

@@ -7,9 +7,10 @@
 #define SPECDEC_TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define SPECDEC_TARGET_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-#define SPECDEC_TARGET_AMX                                                 \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,"   \
-                        "avx2,fma,prefer-vector-width=512,amx-tile,amx-bf16")))
+#define SPECDEC_TARGET_AMX                                    \
+  __attribute__((                                             \
+      target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
+             "avx2,fma,prefer-vector-width=512,amx-tile,amx-bf16")))
 #endif
 
 namespace specdec::cpu {
