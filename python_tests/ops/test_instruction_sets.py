@@ -75,8 +75,9 @@ def tensors(result: Any) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("op", OPS)
 def test_instruction_sets_do_not_change_the_result(op, isa, folder):
-    """Two have bits of their own: matrix products of the baseline of x86, which has no fused multiply-add, and
-    bfloat16 on matrix units."""
+    """Two have bits of their own: the matrix products of x86's baseline, which has no fused multiply-add, and
+    bfloat16 on matrix units.
+    """
     here = ops.cpu_instructions()
     for number, (theirs, ours) in enumerate(
         zip(torch.load(folder / isa)[op], results_here(op), strict=True)

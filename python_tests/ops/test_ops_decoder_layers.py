@@ -405,8 +405,10 @@ def with_exact_products(case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("head_dims")
 def test_attention_of_a_prompt_has_the_bits_of_a_tree(dtype, poisoned):
-    """The products of both have orders of their own, so they are of one weight here. A token of infinities has
-    an effect on those behind it alone."""
+    """The products of both have orders of their own, so they are of one weight here.
+
+    Infinities in a token have no effect on those before it.
+    """
     case = with_exact_products(prompt_case(dtype, 40, "llama"))
     row = slice(0, 1)
     case.update(part_of(case, row))

@@ -55,11 +55,14 @@ def linear(
 
 
 def cpu_instructions() -> str:
-    """Return which instructions the ops use on the CPU: ``"amx"``, ``"avx512"``, ``"avx2"`` or ``"baseline"``.
+    """Return which instructions the ops use on the CPU.
 
     They are the best that the processor has, or those that the environment variable ``SPECDEC_CPU_ISA`` names
-    when the first op runs. ``avx512``, ``avx2`` and ``baseline`` do without matrix units; ``amx-emulated``
-    computes the bits of matrix units without them, slowly.
+    when the first op runs.
+
+    Returns:
+        ``"baseline"``, ``"avx2"`` or ``"avx512"``; ``"amx"`` for matrix units and AVX-512; ``"amx-emulated"``
+        for the bits of matrix units on any processor, which is slow.
     """
     return _library.native.cpu_instructions()
 

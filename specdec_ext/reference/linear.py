@@ -75,7 +75,10 @@ def linear(
 
 
 def _tiles(input: Tensor, weight: Tensor) -> Tensor:
-    """Return the sums ``[..., outs]`` of matrix units: of the first and of the second elements of 16 pairs."""
+    """Return the sums ``[..., outs]`` of matrix units.
+
+    The first elements of 16 pairs are summed, and the second ones.
+    """
     inputs, weights = (_steps(tensor, TILE_PAIRS, 2) for tensor in (input, weight))
     total = inputs.new_zeros(*inputs.shape[:-3], len(weights), dtype=torch.float32)
     for step in range(inputs.shape[-3]):

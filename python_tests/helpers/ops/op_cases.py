@@ -48,8 +48,11 @@ def sliced(tensor: Tensor, device: str) -> Tensor:
 
 
 def has_matrix_units() -> bool:
-    """Whether ops multiply bfloat16 on matrix units, or emulate them. Not called when modules are imported: the
-    first call chooses the instructions for the life of the process."""
+    """Whether ops multiply bfloat16 on matrix units, or emulate them.
+
+    The first call chooses the instructions for the life of the process, so modules don't call it when they
+    are imported.
+    """
     return ops.cpu_instructions().startswith("amx")
 
 

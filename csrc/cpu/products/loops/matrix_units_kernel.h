@@ -92,6 +92,10 @@ class MatrixUnitsKernel {
     return num_steps(ins) * kTile * num_columns(rows);
   }
 
+  static const BFloat16* weight_row(const LinearParams& params, int64_t out) {
+    return static_cast<const BFloat16*>(params.weight) + out * params.weight_stride;
+  }
+
   // The weights of a group: where they are, or a copy that is padded with zeros to whole tiles. Codes
   // are expanded, and rounded to bfloat16.
   struct Group {
@@ -100,12 +104,9 @@ class MatrixUnitsKernel {
       for (int64_t i = 0; params.bias && i < outs; ++i) {
         bias[i] = to_float(static_cast<const BFloat16*>(params.bias)[out + i]);
       }
-      const auto* rows = static_cast<const BFloat16*>(params.weight) + out * params.weight_stride;
-      int64_t row_stride = params.weight_stride;
-      if (kHasCodes || params.in_features % kStep != 0 || outs % kTile != 0) {
-        rows = copy(params);
-        row_stride = steps * kStep;
-      }
+      const bool is_copied = kHasCodes || params.in_features % kStep != 0 || outs % kTile != 0;
+      const BFloat16* rows = is_copied ? copy(params) : weight_row(params, out);
+      const int64_t row_stride = is_copied ? steps * kStep : params.weight_stride;
       stride = row_stride * static_cast<int64_t>(sizeof(BFloat16));
       for (int64_t i = 0; i < kGroupTiles; ++i) {
         // A tile that is not used is a copy of the first.
@@ -122,8 +123,7 @@ class MatrixUnitsKernel {
         if constexpr (kHasCodes) {
           expand(params, out + i, row);
         } else {
-          const auto* weights = static_cast<const BFloat16*>(params.weight);
-          std::memcpy(row, weights + (out + i) * params.weight_stride, ins * sizeof(BFloat16));
+          std::memcpy(row, weight_row(params, out + i), ins * sizeof(BFloat16));
         }
         std::memset(row + ins, 0, (width - ins) * sizeof(BFloat16));
       }
@@ -149,14 +149,15 @@ class MatrixUnitsKernel {
   };
 
   // Prefetches the next group of weights into L2, some lines in each step of two blocks of input rows.
-  // With one block, all steps read new weights, so that enough of them are on their way.
+  // With one block, all steps read new weights, so that enough of them are on their way. Codes are
+  // prefetched where they are expanded.
   class Prefetch {
    public:
     Prefetch(const ManyRowsPass& pass, int64_t out, int64_t end_out) {
       const LinearParams& params = pass.params;
-      const auto* weight = static_cast<const BFloat16*>(params.weight);
-      next_ = weight + out * params.weight_stride;
-      end_ = weight + std::min(end_out, out + kGroupOuts) * params.weight_stride;
+      if (kHasCodes || out >= end_out) return;
+      next_ = weight_row(params, out);
+      end_ = weight_row(params, std::min(end_out, out + kGroupOuts));
       const int64_t steps = pass.rows / kTile * num_steps(params.in_features);
       const int64_t lines = kGroupOuts * params.weight_stride / kLine;
       lines_per_step_ = lines / std::max<int64_t>(1, steps) + 1;
@@ -170,9 +171,9 @@ class MatrixUnitsKernel {
 
    private:
     static constexpr int64_t kLine = kStepBytes / sizeof(BFloat16);
-    const BFloat16* next_;
-    const BFloat16* end_;
-    int64_t lines_per_step_;
+    const BFloat16* next_ = nullptr;
+    const BFloat16* end_ = nullptr;
+    int64_t lines_per_step_ = 0;
   };
 
   // The packed inputs of the input rows that are multiplied at a time.
@@ -209,7 +210,7 @@ class MatrixUnitsKernel {
     tiles.template clear<2>();
     tiles.template clear<3>();
     for (int64_t step = 0; step < group.steps; ++step) {
-      if constexpr (kBlocks == 2 && !kHasCodes) prefetch.step();
+      if constexpr (kBlocks == 2) prefetch.step();
       add_step<kBlocks>(tiles, group, first, inputs, step);
     }
   }
