@@ -43,6 +43,7 @@ import importlib, os, sys, torch
 
 folder, isas, ops = (each.split(",") for each in sys.argv[1:])
 functions = {op: importlib.import_module(f"test_ops_{op}").isa_results for op in ops}
+functions["instructions"] = importlib.import_module("specdec_ext").ops.cpu_instructions
 for isa in isas:
     if not os.fork():
         os.environ["SPECDEC_CPU_ISA"] = isa
@@ -96,3 +97,12 @@ def test_instruction_sets_do_not_change_the_result(op, isa, folder):
         else:
             for their, our in zip(*map(tensors, (theirs, ours)), strict=True):
                 assert torch.equal(their, our) and torch.equal(their.signbit(), our.signbit())
+
+
+def test_the_variable_chooses_the_instructions(folder):
+    """What the processor does not have is replaced by the best that it has."""
+    chosen = {isa: torch.load(folder / isa)["instructions"] for isa in ISAS}
+    assert chosen["baseline"] == "baseline" and chosen["amx-emulated"] == "amx-emulated"
+    assert not chosen["avx512"].startswith("amx")
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert (chosen["avx2"], chosen["avx512"]) == ("avx2", "avx512")
