@@ -190,12 +190,14 @@ def test_interrupts_at_random_times_leave_no_traces(name, count):
     span = min(seconds_of(functools.partial(at.generate, turn)) for turn in range(3))
     for turn in range(count):
         cache = None if name == "mamba" else DynamicCache(config=at.model.config)
-        storm = Storm(rng.uniform(1e-4, 1.1 * span))
+        storm, ended = Storm(rng.uniform(1e-4, 1.1 * span)), False
         with storm.around():
             at.generate(turn, past_key_values=cache)
+            ended = True
         assert traces(at.model) == before, turn
         raised += storm.raised
-        if not storm.raised:
+        # Python drops an interrupt inside of a finaliser or a weak reference's callback.
+        if not storm.raised or ended:
             continue
         if cache is not None:
             assert cache.get_seq_length() == 0
