@@ -360,7 +360,7 @@ def test_activations_of_all_bfloat16(activation, function):
     """Rounding elsewhere changes thousands; torch's exponential and tanh differ from ours for a few.
 
     Where torch's result is not the nearest number to the exact one, ours may be that. Subnormal numbers are
-    left out, because products are zero there on some processors.
+    left out on processors where their products are zero.
     """
     numbers = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
     x = numbers[numbers.isfinite()].view(-1, 255)
@@ -387,8 +387,10 @@ def test_activations_of_all_bfloat16(activation, function):
     ).states
     ours, torchs, nearest = states[0, ..., 1], function(x), function(x.double()).to(x.dtype)
     tiny = torch.finfo(x.dtype).tiny
-    is_normal = (x.abs() >= tiny) & (torchs.abs() >= tiny)
-    assert ((ours != torchs) & (ours != nearest) & is_normal).sum() < 50
+    differs = (ours != torchs) & (ours != nearest)
+    if ops.linear(x.new_full((1, 1), tiny / 2), x.new_ones(1, 1)) == 0:
+        differs &= (x.abs() >= tiny) & (torchs.abs() >= tiny)
+    assert differs.sum() < 50
 
 
 def with_exact_products(case):

