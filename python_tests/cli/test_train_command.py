@@ -57,7 +57,8 @@ def test_a_head_is_trained_from_files_and_adapted(files, tmp_path):
     out = tmp_path / "head"
     command = (
         "bundled", "--data", files / "text.jsonl", "--data", files / "more.jsonl", "--out", out,
-        "--held-out", files / "more.jsonl", "--draft-vocab", 300, "--layers", "1,3,6", *FEW,
+        "--held-out", files / "more.jsonl", "--draft-vocab", 300, "--layers", "1,3,6",
+        "--intermediate-size", 96, *FEW,
     )  # fmt: skip
     result = run(*command)
     assert result.exit_code == 0, result.output
@@ -67,7 +68,7 @@ def test_a_head_is_trained_from_files_and_adapted(files, tmp_path):
         assert re.search(r"mean acceptance length \d\.\d\d greedy, \d\.\d\d sampled at temp", part)
     head = load_draft(out)
     assert head.config.draft_vocab_size == 300 and head.config.feature_layers == (1, 3, 6)
-    assert head.config.fc_norm and head.config.norm_output
+    assert head.config.fc_norm and head.config.norm_output and head.config.intermediate_size == 96
     assert head.record.ambiguous == () and head.record.target_name == "tiny-python-target"
     assert head.record.target_fingerprint == assets.load_head().record.target_fingerprint
     assert head.tensors["norm.weight"].dtype == torch.bfloat16
@@ -199,7 +200,9 @@ def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
         (("--data", "text.jsonl", "--kind", "medusa", "--layout", "eagle"), "EAGLE heads"),
         (("--data", "text.jsonl", "--kind", "mtp", "--draft-vocab", "300"), "leave out draft_vocab_size"),
         (("--data", "text.jsonl", "--kind", "eagle1", "--layers", "1"), "leave out layers"),
-        (("--data", "text.jsonl", "--kind", "mtp", "--decoder-layers", "2"), "kind='mtp' has 1 layer"),
+        (("--data", "text.jsonl", "--kind", "mtp", "--decoder-layers", "2"), "leave out num_layers"),
+        (("--data", "text.jsonl", "--kind", "medusa", "--intermediate-size", "96"), "out intermediate_size"),
+        (("--data", "text.jsonl", "--kind", "medusa", "--layers", "1"), "it leaves draft_vocab_size to"),
         (("--data", "text.jsonl", "--old-data", "more.jsonl"), "are for a head of --init-from; add it"),
         (("--data", "text.jsonl", "--track", "mlflow"), "mlflow is not installed: pip install mlflow"),
         (("--data", "text.jsonl", "--track", "paper"), "accelerate does not know paper"),

@@ -94,13 +94,16 @@ def test_equals_the_product_with_expanded_weights(kind, dtype, many_rows):
 @kinds
 @both_orders
 def test_equals_reference(kind, many_rows):
-    weight = random_weight(kind, 25, 300, 128)
-    for dtype in DTYPES:
-        input, bias = random_rows(5, 300, 25, dtype)
-        expected = reference(
-            input, weight, bias, many_rows=many_rows, matrix_units=has_matrix_units()
-        )
-        assert torch.equal(ops.linear(input, weight, bias, many_rows=many_rows), expected)
+    for group_size, ins, (outs, rows) in product(
+        (32, 64, 128, None), (300, 576), ((25, 5), (70, 1), (96, 41))
+    ):
+        weight = random_weight(kind, outs, ins, group_size)
+        for dtype in DTYPES:
+            input, bias = random_rows(rows, ins, outs, dtype)
+            expected = reference(
+                input, weight, bias, many_rows=many_rows, matrix_units=has_matrix_units()
+            )
+            assert torch.equal(ops.linear(input, weight, bias, many_rows=many_rows), expected)
 
 
 def inputs_of_all_sizes(rows, ins):
@@ -124,12 +127,13 @@ def test_integers_equal_reference(kind):
                 random_rows(rows, ins, outs, torch.bfloat16)[1],
             )
             for b in (bias, None):
-                assert torch.equal(ops.linear(input, weight, b), reference(input, weight, b))
+                expected = reference(input, weight, b, matrix_units=has_matrix_units())
+                assert torch.equal(ops.linear(input, weight, b), expected)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
 def test_the_error_of_integers_is_bounded(kind):
-    """Each input is off by at most 2^-15 of the largest of its 64, or by nothing."""
+    """Each input is off by at most 2^-15 (on matrix units 2^-14) of the largest of its 64, or by nothing."""
     for ins, group_size in product([64, 300, 1056], GROUP_SIZES):
         weight = random_weight(kind, 25, ins, group_size)
         input = inputs_of_all_sizes(7, ins)
@@ -144,7 +148,8 @@ def test_the_error_of_integers_is_bounded(kind):
             -1,
         )
         terms = (input.double().abs() @ weights.abs().mT) * 1e-6  # float32 sums
-        bound = (largest * 2.0**-15) @ weights.abs().mT + terms
+        bits = 14 if has_matrix_units() and group_size != 32 else 15
+        bound = (largest * 2.0**-bits) @ weights.abs().mT + terms
         expected = input.double() @ weights.mT
         bound += expected.abs() * 2.0**-8  # the output is bfloat16
         assert ((ops.linear(input, weight).double() - expected).abs() <= bound).all()

@@ -50,6 +50,8 @@ def objective_of(kind: str):
         head = new_head(model, kind=kind)
     else:
         options = {"mask_token_id": 1, "num_layers": 2} if kind == "p-eagle" else {}
+        if kind == "eagle3":
+            options = {"intermediate_size": 3 * model.config.intermediate_size}
         head = new_head(model, LAYERS, torch.arange(2, VOCAB), **options)
     shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return EagleObjective(head, *shared, steps=3)

@@ -115,6 +115,12 @@ def train(
         int | None,
         typer.Option(min=1, help="Decoder layers of the head; default: 1, for p-eagle 4."),
     ] = None,
+    intermediate_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Inner width of the MLPs in the head's layers; default: the target's."
+        ),
+    ] = None,
     steps: Annotated[
         int,
         typer.Option(
@@ -193,6 +199,7 @@ def train(
             layers=_numbers(layers),
             draft_vocab_size=draft_vocab,
             num_layers=decoder_layers,
+            intermediate_size=intermediate_size,
             steps=steps,
             learn_everything=learn_everything,
         )

@@ -5,7 +5,7 @@ of the pair first) with fused multiply-add. The lanes are then added as a binary
 there is one lane for each block of 256 elements, and the lanes are added one after the other. Codes are
 first expanded to float32 weights, and multiplied in the order of float32; but few rows of bfloat16 inputs
 become integers with a common exponent for each 64 (``csrc/include/specdec/linear.h``). Transposed weights
-become float32, too, and have the order for many rows. Matrix units have one order for all rows of bfloat16.
+become float32, too, and have the order for many rows. Matrix units have orders of their own for bfloat16.
 
 Here, a float32 fused multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to
 float32. These two roundings differ from one about once in 2^29 operations.
@@ -24,6 +24,7 @@ from specdec_ext.ops.quantise import QuantisedWeight
 LANES = 16
 BLOCK = 256  # elements
 UNIT = 128  # inputs of the 16 lanes
+SHARED = 64  # inputs with one exponent
 TILE_PAIRS = 16
 
 
@@ -43,10 +44,11 @@ def linear(
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         bias = None if bias is None else bias.to(wide)
         if input.dtype == torch.bfloat16 and not many_rows and weight.levels is None:
+            if matrix_units and (weight.scales.shape[1] == 1 or weight.group_size % SHARED == 0):
+                return _round_on_units(_integer_sums(input, weight), bias)
             return _finish(_integer_lanes(input, weight), bias).to(input.dtype)
         if input.dtype == torch.bfloat16 and many_rows and matrix_units:
-            total = _tiles(input, weight.dequantise(wide).bfloat16())
-            return (total if bias is None else total + bias).to(input.dtype)
+            return _round_on_units(_tiles(input, weight.dequantise(wide).bfloat16()), bias)
         product = linear(input.to(wide), weight.dequantise(wide), bias, many_rows=many_rows)
         return product.to(input.dtype)
     if weight.stride(1) != 1 and weight.stride(0) == 1 and weight.shape[1] > 1:
@@ -56,8 +58,8 @@ def linear(
         return product.to(input.dtype)
     per_lane = 2 if input.dtype == torch.bfloat16 else 1
     if matrix_units and input.dtype == torch.bfloat16:
-        total = _tiles(input, weight)
-    elif many_rows:
+        return _round_on_units(_tiles(input, weight), bias)
+    if many_rows:
         inputs, weights = (_steps(tensor, 1, per_lane) for tensor in (input, weight))
         blocks = [
             _lanes(own_inputs, own_weights, input.dtype)[..., 0]
@@ -90,6 +92,13 @@ def _tiles(input: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
+def _round_on_units(total: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the bias and round to bfloat16; subnormal numbers become zero."""
+    total = total if bias is None else total + bias.to(total.dtype)
+    smallest = torch.finfo(torch.float32).smallest_normal
+    return total.where(total.abs() >= smallest, total * 0).bfloat16()
+
+
 def _finish(lanes: Tensor, bias: Tensor | None) -> Tensor:
     """Add the lanes as a binary tree, then the bias."""
     while lanes.shape[-1] > 1:
@@ -104,12 +113,8 @@ def _integer_lanes(input: Tensor, weight: QuantisedWeight) -> Tensor:
 
     Input ``64 u + 32 b + 16 h + 4 q + r`` belongs to lane ``8 (u % 2) + 4 b + q``.
     """
-    inputs = pad(input.double(), (0, -input.shape[-1] % UNIT)).unflatten(-1, (-1, 2, 64))
-    largest = inputs.abs().amax(-1, keepdim=True)
-    exponents = torch.frexp(largest).exponent.where(largest > 0, -111).clamp(min=-111)
-    units = torch.ldexp(torch.ones_like(largest), exponents - 15)
-    units = units.where(largest.isfinite(), torch.nan)[..., 0]
-    integers = torch.ldexp(inputs, 15 - exponents).round().where(largest.isfinite(), 0)
+    integers, units = (each.unflatten(-2, (-1, 2)) for each in _integers(input, 15))
+    units = units[..., 0]
 
     def in_lanes(tensor: Tensor) -> Tensor:
         """``[..., units, 2, 64]`` or ``[outs, ins]`` -> ``[..., units, lanes, 8]``."""
@@ -130,6 +135,36 @@ def _integer_lanes(input: Tensor, weight: QuantisedWeight) -> Tensor:
             products = sums[..., unit, :].float().double() * (factors[:, unit] * own).float()
             lanes = (lanes.double() + products).float()
     return lanes
+
+
+def _integer_sums(input: Tensor, weight: QuantisedWeight) -> Tensor:
+    """Return the sums ``[..., outs]`` of products of integers on matrix units."""
+    integers, units = _integers(input, 14)
+
+    def in_steps(tensor: Tensor) -> Tensor:
+        return pad(tensor, (0, -tensor.shape[-1] % UNIT)).unflatten(-1, (-1, SHARED))
+
+    numbers, scales, offsets = weight.expand()
+    codes, scales = in_steps(numbers), in_steps(scales)[..., 0]
+    terms = [(torch.einsum("...sk,osk->...os", integers, codes), scales)]
+    if offsets is not None:
+        terms.append((integers.sum(-1)[..., None, :], in_steps(offsets)[..., 0]))
+    total = torch.zeros_like(terms[0][0][..., 0], dtype=torch.float32)
+    for step in range(codes.shape[-2]):
+        for sums, factors in terms:
+            factor = (factors[:, step] * units[..., None, step, 0]).float()
+            total = (total.double() + sums[..., step].float().double() * factor).float()
+    return total
+
+
+def _integers(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return inputs as integers ``[..., n, 64]`` of a sign and so many bits, and units ``[..., n, 1]``."""
+    inputs = pad(input.double(), (0, -input.shape[-1] % UNIT)).unflatten(-1, (-1, SHARED))
+    largest = inputs.abs().amax(-1, keepdim=True)
+    exponents = torch.frexp(largest).exponent.where(largest > 0, -111).clamp(min=-111)
+    units = torch.ldexp(torch.ones_like(largest), exponents - bits)
+    units = units.where(largest.isfinite(), torch.nan)
+    return torch.ldexp(inputs, bits - exponents).round().where(largest.isfinite(), 0), units
 
 
 def _lanes(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

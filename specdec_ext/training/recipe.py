@@ -46,6 +46,16 @@ from specdec_ext.training.trainer import (
 
 Kind = Literal["eagle3", "eagle1", "mtp", "p-eagle", "medusa"]
 
+# The fields of HeadRecipe that describe the architecture, for each kind that leaves them to choose.
+_CHOICES: dict[Kind, tuple[str, ...]] = {
+    "eagle3": ("layers", "draft_vocab_size", "num_layers", "intermediate_size"),
+    "eagle1": ("num_layers", "intermediate_size"),
+    "mtp": ("intermediate_size",),
+    "p-eagle": ("layers", "draft_vocab_size", "num_layers", "intermediate_size", "mask_token_id"),
+    "medusa": ("draft_vocab_size",),
+}
+_ARCHITECTURE = _CHOICES["p-eagle"]
+
 
 @dataclass(frozen=True)
 class HeadRecipe:
@@ -54,13 +64,16 @@ class HeadRecipe:
     Attributes:
         kind: "eagle3" (EAGLE 3.1: ``fc_norm`` and ``norm_output`` on), "eagle1", "mtp", "p-eagle" or
             "medusa". EAGLE-1 and MTP heads read the last hidden state and draft with the target's output
-            head, so ``layers`` and ``draft_vocab_size`` must be left out. An MTP head has one layer.
+            head. An MTP head has one layer; Medusa heads have no decoder layer. What a kind determines must
+            be left out.
         init_from: folder or hub id of a head to continue training; it then determines the architecture, and
-            ``kind``, ``layers``, ``draft_vocab_size``, ``num_layers`` and ``mask_token_id`` must be left out.
+            ``kind``, ``layers``, ``draft_vocab_size``, ``num_layers``, ``intermediate_size`` and
+            ``mask_token_id`` must be left out.
         layers: feature layers; None for :func:`~specdec_ext.training.start.default_layers`.
         draft_vocab_size: the head drafts this many tokens, the most frequent ones of the texts; None for the
             whole vocabulary.
         num_layers: number of decoder layers; None for 1, or 4 for "p-eagle".
+        intermediate_size: inner width of the MLPs in the decoder layers; None for the target's.
         steps: number of tokens ahead that are trained; for "medusa" the number of heads.
         decay: weight of each token's loss relative to that of the token before.
         mask_token_id: for "p-eagle", a token that texts rarely contain; None for the target's padding token.
@@ -72,6 +85,7 @@ class HeadRecipe:
     layers: tuple[int, ...] | None = None
     draft_vocab_size: int | None = None
     num_layers: int | None = None
+    intermediate_size: int | None = None
     steps: int = 4
     decay: float = 0.8
     mask_token_id: int | None = None
@@ -82,21 +96,17 @@ class HeadRecipe:
             raise ValueError(f"kind={self.kind!r}; expected one of {', '.join(get_args(Kind))}")
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; expected at least 1")
-        fixed: tuple[str, ...] = ("layers", "draft_vocab_size")
-        given = [name for name in fixed if getattr(self, name) is not None]
-        if self.kind in ("eagle1", "mtp") and given:
-            raise ValueError(
-                f"kind={self.kind!r} reads the last hidden state and drafts with the target's output head; "
-                f"leave out {', '.join(given)}"
-            )
-        if self.kind == "mtp" and self.num_layers not in (None, 1):
-            raise ValueError(f"kind='mtp' has 1 layer; leave out num_layers={self.num_layers}")
-        fixed = (*fixed, "num_layers", "mask_token_id")
-        given = [name for name in fixed if getattr(self, name) is not None]
+        given = [name for name in _ARCHITECTURE if getattr(self, name) is not None]
         if self.init_from is not None and (given or self.kind != "eagle3"):
             names = ", ".join([*given, *(["kind"] if self.kind != "eagle3" else [])])
             raise ValueError(
                 f"init_from={self.init_from!r} already determines {names}; leave them out"
+            )
+        if fixed := [name for name in given if name not in _CHOICES[self.kind]]:
+            choices = ", ".join(_CHOICES[self.kind])
+            raise ValueError(
+                f"kind={self.kind!r} determines {', '.join(fixed)}: leave out {', '.join(fixed)}; of the "
+                f"architecture, it leaves {choices} to choose"
             )
 
 
@@ -278,7 +288,12 @@ def make_objective(
         if recipe.kind == "medusa":
             draft = new_medusa_heads(model, recipe.steps, ids)
         elif recipe.kind == "eagle1" or recipe.kind == "mtp":
-            draft = new_head(model, kind=recipe.kind, num_layers=recipe.num_layers or 1)
+            draft = new_head(
+                model,
+                kind=recipe.kind,
+                num_layers=recipe.num_layers or 1,
+                intermediate_size=recipe.intermediate_size,
+            )
         else:
             parallel = recipe.kind == "p-eagle"
             draft = new_head(
@@ -286,6 +301,7 @@ def make_objective(
                 recipe.layers or default_layers(depth),
                 ids,
                 num_layers=recipe.num_layers or (4 if parallel else 1),
+                intermediate_size=recipe.intermediate_size,
                 mask_token_id=_mask_token(recipe, config) if parallel else None,
             )
     if isinstance(draft, MedusaHeads):

@@ -24,6 +24,7 @@ def new_head(
     *,
     kind: Kind = "eagle3",
     num_layers: int = 1,
+    intermediate_size: int | None = None,
     mask_token_id: int | None = None,
     seed: int = 0,
 ) -> DraftHead:
@@ -42,6 +43,7 @@ def new_head(
         kind: "eagle3" for an EAGLE 3.1 head, "eagle1" or "mtp". MTP layers norm queries and keys if the
             target's layers do.
         num_layers: number of decoder layers; P-EAGLE heads have several.
+        intermediate_size: inner width of the MLPs; None for the target's.
         mask_token_id: mask token of a P-EAGLE head, None for other heads.
         seed: seed of the random numbers.
     """
@@ -53,7 +55,8 @@ def new_head(
     head_config = HeadConfig(
         kind=kind,
         hidden_size=config.hidden_size,
-        intermediate_size=_first_integer(config, "intermediate_size", "ffn_dim", "n_inner")
+        intermediate_size=intermediate_size
+        or _first_integer(config, "intermediate_size", "ffn_dim", "n_inner")
         or 4 * config.hidden_size,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,

@@ -27,7 +27,7 @@ FloatType packed_type(const LinearParams& params) {
 
 // The steps of a packed row: a whole number of blocks, if the weights are codes.
 int64_t num_steps(const LinearParams& params) {
-  if (product_kind(params) == ProductKind::kIntegerCodes) {
+  if (are_integers(product_kind(params))) {
     return num_integer_units(params.in_features) * sizeof(IntegerInputs) / kStepBytes;
   }
   const bool has_codes = product_kind(params) == ProductKind::kFloatCodes;
@@ -115,8 +115,9 @@ void linears(std::span<const LinearParams> products, const ParallelFor& parallel
     while (count < products.size() && product_kind(products[count]) == kind) ++count;
     const auto run = products.first(count);
     const Products code = cpu::products(run[0].type, kind);
-    if (run[0].many_rows || code.linear == nullptr) {
-      many_rows_linears(code, run, parallel_for);
+    const PassProducts& passes = run[0].many_rows ? code.many_rows : code.few_rows;
+    if (passes.run) {
+      many_rows_linears(passes, run, parallel_for);
     } else {
       few_rows_linears(code, run, parallel_for);
     }

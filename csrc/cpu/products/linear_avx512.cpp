@@ -196,6 +196,71 @@ struct BFloat16Split : Avx512 {
 
 struct AmxLinearTiles : AmxTiles, Transposes {
   using AmxTiles::AmxTiles;
+  using Table = __m512i;  // 16 numbers, twice
+
+  SPECDEC_LINEAR_INLINE static Table table(const float* numbers) {
+    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(numbers)));
+  }
+  // permutexvar reads the low five bits of each index, of which the table ignores the highest.
+  SPECDEC_LINEAR_INLINE static void look_up(const Table& table, const uint8_t* block,
+                                            BFloat16* numbers) {
+    const __m512i twice =
+        _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(Float32::load_bytes(block)));
+    const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    _mm512_store_si512(numbers, _mm512_permutexvar_epi16(_mm512_srlv_epi16(twice, shifts), table));
+  }
+
+  SPECDEC_LINEAR_INLINE static void split_integers(const BFloat16* inputs, float up,
+                                                   SplitIntegers& split) {
+    __m512i sums = _mm512_setzero_si512();
+    SPECDEC_UNROLL for (int i = 0; i < SplitIntegers::kInputs; i += 16) {
+      const __m512i integers =
+          _mm512_cvtps_epi32(_mm512_mul_ps(Float32::widen(inputs + i), _mm512_set1_ps(up)));
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(128)), 8);
+      store_bytes(_mm512_cvtepi32_epi8(high), split.high + i);
+      store_bytes(_mm512_cvtepi32_epi8(integers), split.low + i);
+      sums = _mm512_add_epi32(sums, integers);
+    }
+    split.sum = static_cast<float>(_mm512_reduce_add_epi32(sums));
+  }
+  // Each half of a byte is an affine function of the byte's bits: bits 0 to 2 are copied; bit 3 is, and
+  // the others are zero, or, less eight, bits 3 to 7 are the inverse of bit 3.
+  template <bool kLessEight>
+  SPECDEC_LINEAR_INLINE static void expand_blocks(const uint8_t* blocks, uint8_t* bytes) {
+    constexpr auto matrix =
+        [](int first_bit) {  // byte 7 - i: the bits that bit i of the result adds
+          int64_t rows = 0;
+          for (int i = 0; i < (kLessEight ? 8 : 4); ++i) {
+            rows |= int64_t{1} << (8 * (7 - i) + first_bit + std::min(i, 3));
+          }
+          return rows;
+        };
+    constexpr int64_t kLow = matrix(0), kHigh = matrix(4);
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(blocks));
+    const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3),
+                                                   _mm512_castsi256_si512(codes));
+    const __m512i halves = _mm512_setr_epi64(kLow, kLow, kHigh, kHigh, kLow, kLow, kHigh, kHigh);
+    _mm512_store_si512(bytes, _mm512_gf2p8affine_epi64_epi8(twice, halves, kLessEight ? 0xF8 : 0));
+  }
+  template <int64_t kRows>
+  SPECDEC_LINEAR_INLINE static void add_integers(const int32_t* sums, const float* scales,
+                                                 const float* units, float* totals) {
+    const __m512 own_units = repeat<kRows>(units);
+    SPECDEC_UNROLL for (int64_t out = 0; out < 16; out += kLanes / kRows) {
+      const __m512i integers = join<kRows>(sums + 2 * out * kRows);
+      add_scaled(_mm512_cvtepi32_ps(integers),
+                 _mm512_mul_ps(spread_rows<kRows>(scales + out), own_units), totals + out * kRows);
+    }
+  }
+  template <int64_t kRows>
+  SPECDEC_LINEAR_INLINE static void add_products(const float* scales, const float* units,
+                                                 const float* inputs, float* totals) {
+    const __m512 own_units = repeat<kRows>(units), own_inputs = repeat<kRows>(inputs);
+    SPECDEC_UNROLL for (int64_t out = 0; out < 16; out += kLanes / kRows) {
+      add_scaled(own_inputs, _mm512_mul_ps(spread_rows<kRows>(scales + out), own_units),
+                 totals + out * kRows);
+    }
+  }
 
   // Outputs 2 p and 2 p + 1 are rounded into pairs of all rows, and words are transposed from then on.
   SPECDEC_LINEAR_INLINE static void round_outputs(const float (*sums)[16], const float* bias,
@@ -235,6 +300,44 @@ struct AmxLinearTiles : AmxTiles, Transposes {
   }
 
  private:
+  SPECDEC_LINEAR_INLINE static void store_bytes(__m128i bytes, int8_t* p) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(p), bytes);
+  }
+  // p[0 : n] again and again.
+  template <int64_t n>
+  SPECDEC_LINEAR_INLINE static __m512 repeat(const float* p) {
+    if constexpr (n == 1) return _mm512_set1_ps(*p);
+    if constexpr (n == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+  }
+  // p[0] n times, p[1] n times, ...
+  template <int64_t n>
+  SPECDEC_LINEAR_INLINE static __m512 spread_rows(const float* p) {
+    if constexpr (n == 1) return _mm512_loadu_ps(p);
+    if constexpr (n == 8) {
+      return _mm512_mask_broadcastss_ps(_mm512_set1_ps(p[0]), 0xFF00, _mm_load_ss(p + 1));
+    }
+  }
+  // The integers of 16 / kRows outputs from their sums of high and of low bytes.
+  template <int64_t kRows>
+  SPECDEC_LINEAR_INLINE static __m512i join(const int32_t* sums) {
+    const __m512i a = _mm512_load_si512(sums), b = _mm512_load_si512(sums + 16);
+    __m512i high, low;
+    if constexpr (kRows == 1) {
+      const __m512i even =
+          _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+      const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+      high = _mm512_permutex2var_epi32(a, even, b);
+      low = _mm512_permutex2var_epi32(a, odd, b);
+    } else {
+      static_assert(kRows == 8);
+      high = _mm512_shuffle_i64x2(a, b, 0x44);
+      low = _mm512_shuffle_i64x2(a, b, 0xEE);
+    }
+    return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+  }
+  SPECDEC_LINEAR_INLINE static void add_scaled(__m512 sums, __m512 scales, float* totals) {
+    _mm512_store_ps(totals, _mm512_fmadd_ps(sums, scales, _mm512_load_ps(totals)));
+  }
   SPECDEC_LINEAR_INLINE static void store_row(__m256i row, BFloat16* p) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(p), row);
   }

@@ -235,6 +235,61 @@ struct Portable {
 
 struct EmulatedLinearTiles : EmulatedTiles {
   using EmulatedTiles::EmulatedTiles;
+  struct Table {
+    BFloat16 numbers[kLanes];
+  };
+
+  static Table table(const float* numbers) {
+    Table table;
+    for (int64_t i = 0; i < kLanes; ++i) from_float(flushed(numbers[i]), &table.numbers[i]);
+    return table;
+  }
+  static void look_up(const Table& table, const uint8_t* block, BFloat16* numbers) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      numbers[i] = table.numbers[block[i] & 15];
+      numbers[kLanes + i] = table.numbers[block[i] >> 4];
+    }
+  }
+  static void split_integers(const BFloat16* inputs, float up, SplitIntegers& split) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < SplitIntegers::kInputs; ++i) {
+      const auto integer = static_cast<int32_t>(std::nearbyint(to_float(inputs[i]) * up));
+      const int32_t high = (integer + 128) >> 8;
+      split.high[i] = static_cast<int8_t>(high);
+      split.low[i] = static_cast<int8_t>(integer - 256 * high);
+      sum += integer;
+    }
+    split.sum = static_cast<float>(sum);
+  }
+  template <bool kLessEight>
+  static void expand_blocks(const uint8_t* blocks, uint8_t* bytes) {
+    constexpr int kZero = kLessEight ? 8 : 0;
+    for (int64_t i = 0; i < 2 * kLanes; ++i) {
+      uint8_t* own = bytes + i / kLanes * kCodeBlock + i % kLanes;
+      own[0] = static_cast<uint8_t>((blocks[i] & 15) - kZero);
+      own[kLanes] = static_cast<uint8_t>((blocks[i] >> 4) - kZero);
+    }
+  }
+  template <int64_t kRows>
+  static void add_integers(const int32_t* sums, const float* scales, const float* units,
+                           float* totals) {
+    for (int64_t o = 0; o < kLanes; ++o) {
+      const int32_t* own = sums + 2 * o * kRows;
+      for (int64_t r = 0; r < kRows; ++r) {
+        const auto integer = static_cast<float>(256 * own[r] + own[kRows + r]);
+        float& total = totals[o * kRows + r];
+        total = exact_fma(integer, exact_mul(scales[o], units[r]), total);
+      }
+    }
+  }
+  template <int64_t kRows>
+  static void add_products(const float* scales, const float* units, const float* inputs,
+                           float* totals) {
+    for (int64_t i = 0; i < kLanes * kRows; ++i) {
+      const float factor = exact_mul(scales[i / kRows], units[i % kRows]);
+      totals[i] = exact_fma(inputs[i % kRows], factor, totals[i]);
+    }
+  }
 
   static void transpose(const float* const* rows, int64_t column, float* out, int64_t stride) {
     Portable<float>::transpose(rows, column, out, stride);

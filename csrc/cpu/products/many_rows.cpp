@@ -12,14 +12,14 @@ constexpr int64_t kPackGrain = 1 << 12;  // elements; below it, waking a thread 
 
 }  // namespace
 
-void many_rows_linears(const Products& code, std::span<const LinearParams> products,
+void many_rows_linears(const PassProducts& code, std::span<const LinearParams> products,
                        const ParallelFor& parallel_for) {
   thread_local std::vector<float> packed;
   const LinearParams& params = products[0];
   const int64_t groups = num_parts(products, kManyOuts);
   for (int64_t row = 0; row < params.rows; row += kManyPassRows) {
     const int64_t rows = std::min(kManyPassRows, params.rows - row);
-    const size_t size = code.packed_size(rows, params.in_features);
+    const size_t size = code.packed_size(params, rows);
     if (packed.size() < size) packed.resize(size);
     float* inputs = packed.data();
     const int64_t blocks = (rows + kPackedRows - 1) / kPackedRows;
@@ -32,7 +32,7 @@ void many_rows_linears(const Products& code, std::span<const LinearParams> produ
                  [&](int64_t begin, int64_t end) {
                    for_each_part(products, kManyOuts, begin, end,
                                  [&](const LinearParams& each, int64_t first, int64_t last) {
-                                   code.many_rows({each, row, rows, inputs}, first, last);
+                                   code.run({each, row, rows, inputs}, first, last);
                                  });
                  });
   }

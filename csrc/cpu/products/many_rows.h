@@ -8,7 +8,7 @@
 namespace specdec::cpu {
 
 // As `linears`, for products of the kind that `code` multiplies.
-void many_rows_linears(const Products& code, std::span<const LinearParams> products,
+void many_rows_linears(const PassProducts& code, std::span<const LinearParams> products,
                        const ParallelFor& parallel_for);
 
 }  // namespace specdec::cpu

@@ -24,14 +24,21 @@ enum class ProductKind {
   kRows,  // a row has the weights of an output
   kFloatCodes,
   kIntegerCodes,
-  kColumns,  // transposed: a row has the weights of an input
+  kSharedCodes,  // the same, with scales that 64 inputs share
+  kColumns,      // transposed: a row has the weights of an input
 };
 
 inline ProductKind product_kind(const LinearParams& params) {
   if (params.codes.bits == 0)
     return params.is_transposed ? ProductKind::kColumns : ProductKind::kRows;
   const bool are_floats = params.type == FloatType::kFloat32 || params.codes.levels;
-  return are_floats ? ProductKind::kFloatCodes : ProductKind::kIntegerCodes;
+  if (are_floats) return ProductKind::kFloatCodes;
+  const bool are_shared = params.codes.groups == 1 || params.codes.group_size % 64 == 0;
+  return are_shared ? ProductKind::kSharedCodes : ProductKind::kIntegerCodes;
+}
+
+inline bool are_integers(ProductKind kind) {
+  return kind == ProductKind::kIntegerCodes || kind == ProductKind::kSharedCodes;
 }
 
 // 128 inputs of a row as integers of 16 bits (linear.h). Element [2 h + p][16 c + 8 b + j] of
@@ -75,6 +82,23 @@ struct ManyRowsPass {
   const float* inputs;
 };
 
+// Products that are computed in ManyRowsPasses.
+struct PassProducts {
+  // Number of float32 that the packed inputs of a pass take.
+  int64_t (*packed_size)(const LinearParams& params, int64_t rows);
+  // Packs rows [begin, end) of those from params.input's `first_row` on, of `rows` in the pass. `begin`
+  // is a multiple of kPackedRows.
+  void (*pack_inputs)(const LinearParams& params, int64_t first_row, int64_t rows, int64_t begin,
+                      int64_t end, float* packed);
+  // Writes the pass's rows of output[:, first_out:end_out].
+  void (*run)(const ManyRowsPass& pass, int64_t first_out, int64_t end_out);
+};
+
+template <class Kernel>
+PassProducts pass_products() {
+  return {Kernel::packed_size, Kernel::pack_inputs, Kernel::run};
+}
+
 // The products of one element type and kind on one instruction set.
 struct Products {
   // The rows of a block of a LinearPass of `rows` rows.
@@ -82,20 +106,14 @@ struct Products {
   // Packs `rows` input rows from `first_row` on, if inputs are packed as integers.
   void (*pack_integers)(const LinearParams& params, int64_t first_row, int64_t rows,
                         int64_t block_rows, std::byte* packed);
-  // Writes the pass's rows of output[:, first_out:end_out]. Null: the products of many rows serve all.
+  // Writes the pass's rows of output[:, first_out:end_out].
   void (*linear)(const LinearPass& pass, int64_t first_out, int64_t end_out);
   // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
   // `stride` apart.
   void (*panel)(const void* panel, const void* input, int64_t rows, int64_t ins, float* values,
                 int64_t stride);
-  // Number of float32 that the packed inputs of a pass take.
-  int64_t (*packed_size)(int64_t rows, int64_t ins);
-  // Packs rows [begin, end) of those from params.input's `first_row` on, of `rows` in the pass. `begin`
-  // is a multiple of kPackedRows.
-  void (*pack_inputs)(const LinearParams& params, int64_t first_row, int64_t rows, int64_t begin,
-                      int64_t end, float* packed);
-  // Writes the pass's rows of output[:, first_out:end_out].
-  void (*many_rows)(const ManyRowsPass& pass, int64_t first_out, int64_t end_out);
+  PassProducts many_rows;
+  PassProducts few_rows;  // null: `linear`
 };
 
 // `type` is float32 or bfloat16. Codes have no panels, and columns only the products of many rows.

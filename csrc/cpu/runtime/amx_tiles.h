@@ -1,4 +1,5 @@
-// The tile registers of AMX, the matrix units of some x86 processors, for products of bfloat16.
+// The tile registers of AMX, the matrix units of some x86 processors, for products of bfloat16 and of
+// bytes.
 //
 // A tile is 16 rows of 64 bytes. Registers 0 to 3 are sums, 4 and 5 hold the left factors of products
 // and 6 and 7 the right ones. Rows of sums and right factors may be shorter: `columns` words of four
@@ -64,6 +65,11 @@ class AmxTiles {
   template <int kSums, int kLeft, int kRight>
   SPECDEC_AMX_INLINE void multiply_add() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+  }
+  // The same for signed bytes, with words of four bytes and exact sums of int32.
+  template <int kSums, int kLeft, int kRight>
+  SPECDEC_AMX_INLINE void add_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
   }
   // Rounds 32 numbers.
   SPECDEC_AMX_INLINE static void round(const float* numbers, BFloat16* rounded) {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 
@@ -55,6 +56,22 @@ class EmulatedTiles {
         }
         float& sum = tiles_[kSums][m][n];
         sum = flushed(exact_add(sum, flushed(exact_add(sums[0], sums[1]))));
+      }
+    }
+  }
+  template <int kSums, int kLeft, int kRight>
+  void add_bytes() {
+    for (int64_t m = 0; m < kRows; ++m) {
+      for (int64_t n = 0; n < columns_; ++n) {
+        int32_t sum;
+        std::memcpy(&sum, &tiles_[kSums][m][n], sizeof(sum));
+        for (int64_t k = 0; k < kRows; ++k) {
+          int8_t left[4], right[4];
+          std::memcpy(left, &tiles_[kLeft][m][k], sizeof(left));
+          std::memcpy(right, &tiles_[kRight][k][n], sizeof(right));
+          for (int i = 0; i < 4; ++i) sum += left[i] * right[i];
+        }
+        std::memcpy(&tiles_[kSums][m][n], &sum, sizeof(sum));
       }
     }
   }

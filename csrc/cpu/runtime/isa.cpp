@@ -23,15 +23,16 @@ CpuIsa choose() {
   return best;
 }
 
-// Whether the processor has AMX for bfloat16 and the system lets this process use its registers,
-// which a process has to ask for.
+// Whether the processor has AMX for bfloat16 and bytes (and GFNI, as all of them have), and the system
+// lets this process use its registers, which a process has to ask for.
 bool has_amx() {
 #if defined(SPECDEC_X86) && defined(__linux__)
-  constexpr unsigned kTiles = 1u << 24, kBFloat16 = 1u << 22;  // of edx, leaf 7
+  constexpr unsigned kAll = 1u << 24 | 1u << 22 | 1u << 25;  // tiles, bfloat16, bytes: edx, leaf 7
+  constexpr unsigned kGfni = 1u << 8;                        // ecx
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(2)
   unsigned eax, ebx, ecx, edx;
   return best_cpu_isa() == CpuIsa::kAvx512 && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) &&
-         (edx & kTiles) && (edx & kBFloat16) &&
+         (edx & kAll) == kAll && (ecx & kGfni) &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;

@@ -38,7 +38,8 @@
 //
 // with fused multiply-add. The sums of integers are exact; codes of 4 bits without offsets are -8 to
 // 7 in them. Lane 8 * (i / 64 % 2) + 4 * (i / 32 % 2) + i % 16 / 4 takes input i. If an input is not
-// finite, all outputs of its row are NaN.
+// finite, all outputs of its row are NaN. On matrix units, there is one sum instead of lanes if each 64
+// inputs share scales, and integers have one bit less: 14 takes the place of 15, 7 that of 8.
 //
 // A transposed matrix stores its columns, the weights of an input, one after the other. Its weights
 // and inputs become float32, and the order is always that of float32 for many rows, in which each

@@ -38,6 +38,17 @@ struct CodeScale {
   float scale, offset;
 };
 
+SPECDEC_LINEAR_INLINE CodeScale stored_scale(const WeightCodes& codes, int64_t group) {
+  if (codes.has_offsets) {
+    const float* pair = static_cast<const float*>(codes.scales) + 2 * group;
+    return {pair[0], pair[1]};
+  }
+  const float scale = codes.scale_type == FloatType::kFloat32
+                          ? static_cast<const float*>(codes.scales)[group]
+                          : to_float(static_cast<const BFloat16*>(codes.scales)[group]);
+  return {scale, 0.0f};
+}
+
 template <class F, CodeKind kKind>
 class Codes {
  public:
@@ -51,14 +62,9 @@ class Codes {
 
   // The scale of a group, counted over outputs and their groups.
   SPECDEC_LINEAR_INLINE static CodeScale scale(const WeightCodes& codes, int64_t group) {
-    if (codes.has_offsets) {
-      const float* pair = static_cast<const float*>(codes.scales) + 2 * group;
-      return {pair[0], pair[1]};
-    }
-    const float scale = codes.scale_type == FloatType::kFloat32
-                            ? static_cast<const float*>(codes.scales)[group]
-                            : to_float(static_cast<const BFloat16*>(codes.scales)[group]);
-    return {scale, kKind == CodeKind::kNibbles ? -8.0f * scale : 0.0f};
+    const CodeScale stored = stored_scale(codes, group);
+    if (kKind != CodeKind::kNibbles || codes.has_offsets) return stored;
+    return {stored.scale, -8.0f * stored.scale};
   }
 
   // The codes of a block of which `count` inputs or more exist; they may be copied to `padded`.
@@ -80,6 +86,17 @@ class Codes {
       F::template decode_nibbles<kHalf>(block, scale.scale, scale.offset, weights);
     } else {
       F::template decode_levels<kHalf>(block, codes.levels, scale.scale, scale.offset, weights);
+    }
+  }
+
+  // Writes the weights of half of a block.
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static void store(const WeightCodes& codes, const uint8_t* block,
+                                          const CodeScale& scale, float* weights) {
+    Vector decoded[F::kParts];
+    decode<kHalf>(codes, block, scale, decoded);
+    SPECDEC_UNROLL for (int part = 0; part < F::kParts; ++part) {
+      F::store_lanes(decoded[part], weights + part * (kLanes / F::kParts));
     }
   }
 
@@ -106,17 +123,6 @@ class Codes {
           store<1>(codes, from, own, target + kLanes);
         }
       }
-    }
-  }
-
- private:
-  template <int kHalf>
-  SPECDEC_LINEAR_INLINE static void store(const WeightCodes& codes, const uint8_t* block,
-                                          const CodeScale& scale, float* weights) {
-    Vector decoded[F::kParts];
-    decode<kHalf>(codes, block, scale, decoded);
-    SPECDEC_UNROLL for (int part = 0; part < F::kParts; ++part) {
-      F::store_lanes(decoded[part], weights + part * (kLanes / F::kParts));
     }
   }
 };

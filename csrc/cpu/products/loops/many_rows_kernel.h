@@ -33,8 +33,8 @@ constexpr int64_t kTransposed = 8;
 template <class F, class Source, class Stored, ProductKind kKind>
 class ManyRowsKernel {
  public:
-  static int64_t packed_size(int64_t rows, int64_t ins) {
-    return (num_words(ins) + kWords - 1) / kWords * rows * kUnits;
+  static int64_t packed_size(const LinearParams& params, int64_t rows) {
+    return (num_words(params.in_features) + kWords - 1) / kWords * rows * kUnits;
   }
 
   // Packed inputs are [blocks of in_features][rows][kUnits].
@@ -302,13 +302,8 @@ template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
   using ManyRows = ManyRowsKernel<Many, Element, Element, ProductKind::kRows>;
-  return {LinearKernel<F>::block_rows,
-          nullptr,
-          LinearKernel<F>::run,
-          PanelKernel<F>::run,
-          ManyRows::packed_size,
-          ManyRows::pack_inputs,
-          ManyRows::run};
+  return {LinearKernel<F>::block_rows, nullptr, LinearKernel<F>::run, PanelKernel<F>::run,
+          pass_products<ManyRows>(),   {}};
 }
 
 // The products of codes or columns with the format F of float32, for inputs and outputs of a type.
@@ -316,19 +311,15 @@ template <class F, class Stored>
 Products wide_products(ProductKind kind) {
   if (kind == ProductKind::kColumns) {
     using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
-    return {nullptr,      nullptr, nullptr, nullptr, ManyRows::packed_size, ManyRows::pack_inputs,
-            ManyRows::run};
+    const PassProducts all = pass_products<ManyRows>();
+    return {nullptr, nullptr, nullptr, nullptr, all, all};
   }
   using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kFloatCodes>;
-  Products products{CodesKernel<F, Stored>::block_rows,
-                    nullptr,
-                    CodesKernel<F, Stored>::run,
-                    nullptr,
-                    ManyRows::packed_size,
-                    ManyRows::pack_inputs,
-                    ManyRows::run};
+  Products products{CodesKernel<F, Stored>::block_rows, nullptr,
+                    CodesKernel<F, Stored>::run,        nullptr,
+                    pass_products<ManyRows>(),          {}};
   if constexpr (std::is_same_v<Stored, BFloat16>) {
-    if (kind == ProductKind::kIntegerCodes) {
+    if (are_integers(kind)) {
       products.block_rows = IntegersKernel<F, Stored>::block_rows;
       products.pack_integers = IntegersKernel<F, Stored>::pack;
       products.linear = IntegersKernel<F, Stored>::run;

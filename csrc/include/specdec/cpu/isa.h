@@ -10,7 +10,7 @@
 #define SPECDEC_TARGET_AMX                                    \
   __attribute__((                                             \
       target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
-             "avx2,fma,prefer-vector-width=512,amx-tile,amx-bf16")))
+             "avx2,fma,prefer-vector-width=512,gfni,amx-tile,amx-bf16,amx-int8")))
 #endif
 
 namespace specdec::cpu {

@@ -1,0 +1,187 @@
+// Groups of kGroupOuts weight rows as tiles of matrix units, for matrix_units_kernel.h. A group is made
+// of the weight rows [first_out, end_out) or the first kGroupOuts of them.
+//
+//   RowsGroup      rows of weights: where they are, or a copy that is padded with zeros to whole tiles
+//   RoundedGroup   codes, expanded to weights that are rounded
+//
+// Functions that no template parameter of an instruction set marks are inlined, so that linkers do not
+// take those of another one.
+#pragma once
+
+#include <vector>
+
+#include "codes_kernel.h"
+
+namespace specdec::cpu {
+
+struct UnitGroup {
+  static constexpr int64_t kTile = 16;  // rows, or words of a row
+  static constexpr int64_t kStep = 2 * kTile;
+  static constexpr int64_t kGroupTiles = 4;
+  static constexpr int64_t kGroupOuts = kGroupTiles * kTile;
+
+  struct alignas(kStepBytes) Line {
+    std::byte bytes[kStepBytes];
+  };
+
+  static int64_t num_steps(int64_t ins) { return (ins + kStep - 1) / kStep; }
+
+  static const BFloat16* weight_row(const LinearParams& params, int64_t out) {
+    return static_cast<const BFloat16*>(params.weight) + out * params.weight_stride;
+  }
+
+  SPECDEC_LINEAR_INLINE UnitGroup(const LinearParams& own, int64_t step_ins, int64_t first_out,
+                                  int64_t end_out)
+      : params(own),
+        out(first_out),
+        outs(std::min(kGroupOuts, end_out - first_out)),
+        steps((own.in_features + step_ins - 1) / step_ins) {
+    for (int64_t i = 0; params.bias && i < outs; ++i) {
+      bias[i] = to_float(static_cast<const BFloat16*>(params.bias)[out + i]);
+    }
+  }
+
+  // Rows are `row_stride` bytes apart.
+  SPECDEC_LINEAR_INLINE void set_tiles(const void* rows, int64_t row_stride) {
+    stride = row_stride;
+    for (int64_t i = 0; i < kGroupTiles; ++i) {
+      // A tile that is not used is a copy of the first.
+      tiles[i] = static_cast<const std::byte*>(rows) + (i * kTile < outs ? i * kTile : 0) * stride;
+    }
+  }
+
+  SPECDEC_LINEAR_INLINE const std::byte* tile(int64_t i, int64_t step) const {
+    return tiles[i] + step * kStepBytes;
+  }
+
+  // Makes `count` lines of this thread the copy of the group.
+  template <class Element>
+  SPECDEC_LINEAR_INLINE Element* make_copy(int64_t count) {
+    thread_local std::vector<Line> lines;
+    lines.resize(std::max<size_t>(lines.size(), count));
+    return reinterpret_cast<Element*>(lines.data()->bytes);
+  }
+
+  // Copies the rows of a group, padded with zeros to whole steps and tiles.
+  template <class Element>
+  SPECDEC_LINEAR_INLINE void copy_rows(const Element* rows, int64_t row_stride) {
+    const int64_t width = steps * kStepBytes, bytes = params.in_features * sizeof(Element);
+    std::byte* copy = make_copy<std::byte>(kGroupOuts * steps);
+    set_tiles(copy, width);
+    for (int64_t i = 0; i < outs; ++i, copy += width) {
+      std::memcpy(copy, rows + i * row_stride, bytes);
+      std::memset(copy + bytes, 0, width - bytes);
+    }
+  }
+
+  // Called for each step while it is multiplied: reads what is multiplied later.
+  SPECDEC_LINEAR_INLINE void prepare_next(int64_t /*step*/) {}
+
+  const LinearParams& params;
+  int64_t out;
+  int64_t outs;
+  int64_t steps;
+  int64_t stride = 0;  // of the rows of tiles, bytes
+  const std::byte* tiles[kGroupTiles];
+  alignas(kStepBytes) float bias[kGroupOuts] = {};
+};
+
+// With several blocks of input rows, the next group is prefetched into L2, some lines in each step. With
+// one block, all steps read new weights, so that enough of them are on their way.
+struct RowsGroup : UnitGroup {
+  SPECDEC_LINEAR_INLINE RowsGroup(const ManyRowsPass& pass, int64_t first_out, int64_t end_out)
+      : UnitGroup(pass.params, kStep, first_out, end_out) {
+    if (params.in_features % kStep == 0 && outs % kTile == 0) {
+      set_tiles(weight_row(params, out), params.weight_stride * sizeof(BFloat16));
+    } else {
+      copy_rows(weight_row(params, out), params.weight_stride);
+    }
+    const int64_t next = out + outs, blocks = pass.rows / kTile;
+    if (pass.rows <= kTile || next >= end_out) return;
+    next_ = weight_row(params, next);
+    end_ = weight_row(params, std::min(end_out, next + kGroupOuts));
+    const int64_t lines = kGroupOuts * params.weight_stride / kStep;
+    lines_per_step_ = lines / std::max<int64_t>(1, blocks * steps) + 1;
+  }
+
+  SPECDEC_LINEAR_INLINE void prepare_next(int64_t) {
+    for (int64_t i = 0; i < lines_per_step_ && next_ < end_; ++i, next_ += kStep) {
+      __builtin_prefetch(next_, 0, 2);
+    }
+  }
+
+ private:
+  const BFloat16* next_ = nullptr;
+  const BFloat16* end_ = nullptr;
+  int64_t lines_per_step_ = 0;
+};
+
+// Weights beyond in_features are those of any code.
+template <class Tiles, class F>
+struct RoundedGroup : UnitGroup {
+  SPECDEC_LINEAR_TARGET RoundedGroup(const ManyRowsPass& pass, int64_t first_out, int64_t end_out)
+      : UnitGroup(pass.params, kStep, first_out, end_out) {
+    BFloat16* copy = make_copy<BFloat16>(kGroupOuts * steps);
+    set_tiles(copy, steps * kStepBytes);
+    with_code_kind(params.codes, [&]<CodeKind kCodes>() SPECDEC_LINEAR_TARGET {
+      for (int64_t i = 0; i < outs; ++i) expand_row<kCodes>(out + i, copy + i * steps * kStep);
+    });
+  }
+
+ private:
+  template <CodeKind kCodes>
+  SPECDEC_LINEAR_TARGET void expand_row(int64_t row, BFloat16* expanded) const {
+    using Own = Codes<F, kCodes>;
+    const WeightCodes& codes = params.codes;
+    const uint8_t* blocks = Own::row(params, row);
+    const int64_t each = codes.groups == 1 ? steps : codes.group_size / kStep;
+    int64_t step = 0;
+    for (int64_t group = 0; step < steps; ++group) {
+      const CodeScale scale = Own::scale(codes, row * codes.groups + group);
+      alignas(kStepBytes) float weights[kStep];
+      typename Tiles::Table table;
+      if constexpr (kCodes != CodeKind::kBytes) {
+        static constexpr uint8_t kEach[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        Own::template store<0>(codes, kEach, scale, weights);
+        table = Tiles::table(weights);
+      }
+      for (const int64_t end = std::min(step + each, steps); step < end; ++step) {
+        const uint8_t* block = blocks + step * kStep * Own::kBits / 8;
+        __builtin_prefetch(block + kGroupOuts * params.weight_stride, 0, 2);
+        if constexpr (kCodes == CodeKind::kBytes) {
+          uint8_t padded[kCodeBlock];
+          block = Own::whole(block, params.in_features - step * kStep, padded);
+          Own::template store<0>(codes, block, scale, weights);
+          Own::template store<1>(codes, block, scale, weights + kLanes);
+          Tiles::round(weights, expanded + step * kStep);
+        } else {
+          Tiles::look_up(table, block, expanded + step * kStep);
+        }
+      }
+    }
+  }
+};
+
+// Writes the outputs of a tile of sums [outputs][input rows], from output `out` of the group and input row
+// `row` on.
+template <class Tiles>
+SPECDEC_LINEAR_TARGET void write_outputs(const ManyRowsPass& pass, const UnitGroup& group,
+                                         const float (*sums)[UnitGroup::kTile], int64_t out,
+                                         int64_t row, int64_t rows) {
+  constexpr int64_t kTile = UnitGroup::kTile;
+  const int64_t outs = std::min(kTile, group.outs - out);
+  if (outs <= 0) return;
+  alignas(kStepBytes) BFloat16 rounded[kTile][kTile];
+  Tiles::round_outputs(sums, group.bias + out, rounded);
+  BFloat16* output = static_cast<BFloat16*>(pass.params.output) +
+                     (pass.first_row + row) * pass.params.output_stride + group.out + out;
+  for (int64_t r = 0; r < rows; ++r, output += pass.params.output_stride) {
+    if (outs == kTile) {  // a size that compilers know takes no call
+      std::memcpy(output, rounded[r], sizeof(rounded[r]));
+    } else {
+      std::memcpy(output, rounded[r], outs * sizeof(BFloat16));
+    }
+  }
+}
+
+}  // namespace specdec::cpu
