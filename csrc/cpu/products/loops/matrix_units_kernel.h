@@ -122,10 +122,7 @@ class MatrixUnitsKernel {
   template <int kBlocks>
   SPECDEC_LINEAR_TARGET static void add_steps(Tiles& tiles, Group& group, int64_t first,
                                               const Inputs& inputs) {
-    tiles.template clear<0>();
-    tiles.template clear<1>();
-    tiles.template clear<2>();
-    tiles.template clear<3>();
+    clear_sums(tiles);
     for (int64_t step = 0; step < group.steps; ++step) {
       add_step<kBlocks>(tiles, group, first, inputs, step);
       group.prepare_next(step);
@@ -135,27 +132,19 @@ class MatrixUnitsKernel {
   template <int kBlocks>
   SPECDEC_LINEAR_INLINE static void add_step(Tiles& tiles, const Group& group, int64_t first,
                                              const Inputs& inputs, int64_t step) {
-    const auto load_weights = [&]<int kRegister>(int i) SPECDEC_LINEAR_TARGET {
-      tiles.template load<kRegister>(group.tile(first + i, step), group.stride);
-    };
     const int64_t row_bytes = inputs.columns * sizeof(float);
     const float* words = inputs.words + step * kTile * inputs.columns;
     tiles.template load<6>(words, row_bytes);
     if constexpr (kBlocks == 1) {
-      load_weights.template operator()<4>(0);
-      tiles.template multiply_add<0, 4, 6>();
-      load_weights.template operator()<5>(1);
-      tiles.template multiply_add<1, 5, 6>();
-      load_weights.template operator()<4>(2);
-      tiles.template multiply_add<2, 4, 6>();
-      load_weights.template operator()<5>(3);
-      tiles.template multiply_add<3, 5, 6>();
+      multiply_tiles(tiles, group, step, [&]<int kSums, int kLeft>() SPECDEC_LINEAR_TARGET {
+        tiles.template multiply_add<kSums, kLeft, 6>();
+      });
     } else {
       tiles.template load<7>(words + inputs.block_words, row_bytes);
-      load_weights.template operator()<4>(0);
+      tiles.template load<4>(group.tile(first, step), group.stride);
       tiles.template multiply_add<0, 4, 6>();
       tiles.template multiply_add<1, 4, 7>();
-      load_weights.template operator()<5>(1);
+      tiles.template load<5>(group.tile(first + 1, step), group.stride);
       tiles.template multiply_add<2, 5, 6>();
       tiles.template multiply_add<3, 5, 7>();
     }
@@ -166,10 +155,7 @@ class MatrixUnitsKernel {
   SPECDEC_LINEAR_TARGET static void store_sums(Tiles& tiles, const ManyRowsPass& pass,
                                                const Group& group, int64_t first, int64_t row) {
     alignas(kStepBytes) float sums[kGroupTiles][kTile][kTile];
-    tiles.template store<0>(sums[0], kStepBytes);
-    tiles.template store<1>(sums[1], kStepBytes);
-    tiles.template store<2>(sums[2], kStepBytes);
-    tiles.template store<3>(sums[3], kStepBytes);
+    store_tiles(tiles, sums, kStepBytes);
     for (int64_t i = 0; i < kGroupTiles; ++i) {
       const int64_t own_row = row + i % kBlocks * kTile;
       write_outputs<Tiles>(pass, group, sums[i], (first + i / kBlocks) * kTile, own_row,

@@ -355,26 +355,12 @@ class UnitIntegersKernel {
                                              const Inputs<kRows, const float>& inputs, int64_t step,
                                              Sums<kRows>& sums) {
     constexpr int64_t kRowWords = 2 * kRows, kRowBytes = kRowWords * sizeof(float);
-    const auto load_codes = [&]<int kRegister>(int i) SPECDEC_LINEAR_TARGET {
-      tiles.template load<kRegister>(group.tile(i, step), group.stride);
-    };
-    tiles.template clear<0>();
-    tiles.template clear<1>();
-    tiles.template clear<2>();
-    tiles.template clear<3>();
+    clear_sums(tiles);
     tiles.template load<6>(inputs.words + step * kWords * kRowWords, kRowBytes);
-    load_codes.template operator()<4>(0);
-    tiles.template add_bytes<0, 4, 6>();
-    load_codes.template operator()<5>(1);
-    tiles.template add_bytes<1, 5, 6>();
-    load_codes.template operator()<4>(2);
-    tiles.template add_bytes<2, 4, 6>();
-    load_codes.template operator()<5>(3);
-    tiles.template add_bytes<3, 5, 6>();
-    tiles.template store<0>(sums.tiles[0], kRowBytes);
-    tiles.template store<1>(sums.tiles[1], kRowBytes);
-    tiles.template store<2>(sums.tiles[2], kRowBytes);
-    tiles.template store<3>(sums.tiles[3], kRowBytes);
+    multiply_tiles(tiles, group, step, [&]<int kSums, int kLeft>() SPECDEC_LINEAR_TARGET {
+      tiles.template add_bytes<kSums, kLeft, 6>();
+    });
+    store_tiles(tiles, sums.tiles, kRowBytes);
   }
 
   // Adds the scaled sums of a step.
