@@ -552,5 +552,5 @@ def test_opcheck(name, device):
     for links, *numbers in trees:
         choices = torch.tensor(links, dtype=torch.long, device=device).view(-1, 2)
         head_arguments = packed.weights, packed.layout, packed.scalars
-        given = (*head_arguments, *tensors, choices, *numbers, packed.sync)
+        given = (*head_arguments, *tensors, choices, *numbers, None, packed.sync)
         torch.library.opcheck(torch.ops.specdec.draft_head, given)

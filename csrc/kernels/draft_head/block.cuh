@@ -28,10 +28,10 @@ constexpr int kMaxStages = 24;
 // same effect.
 constexpr int kStageRowBytes = kSliceBytes + kUnitBytes;
 constexpr int kStageBytes = kTileOuts * kStageRowBytes;
-// Floats that the warps add up: [warp][tile][row][out of tile].
-constexpr int kTileValues = kTileRows * kTileOuts;
-constexpr int kPanelValues = kPanelTiles * kTileValues;
-constexpr int kReduceBytes = kDraftWarps * kPanelValues * 4;
+// Memory for what the warps add up, [warp][tile][row][out of tile] floats, for up to kTileRows rows.
+// Products of few rows keep their inputs behind the sums (phases/product.cuh).
+constexpr int kRowSumBytes = kDraftWarps * kPanelTiles * kTileOuts * 4;
+constexpr int kReduceBytes = kTileRows * kRowSumBytes;
 
 // An element of the pass; lists as in kernel_params.h. If the batch row has no new elements, no
 // result of the element may be stored, and its numbers must not be used as addresses.
@@ -103,7 +103,7 @@ struct DraftBlock {
   const DraftKernelParams& params;
   DraftShared& shared;
   SharedSpan<unsigned char> stages;  // [num_stages][kStageBytes]
-  SharedSpan<float> reduce;          // [kDraftWarps][kPanelValues]
+  SharedSpan<float> reduce;          // kReduceBytes
   int num_stages;
 
   __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kWarpSize; }
@@ -128,28 +128,33 @@ struct PanelValues {
 
 // Sums the panels of all warps, in the order of the warps, and gives each row to one warp, which
 // calls use(row, values). values[0] is tile lane / 8 and values[1] tile lane / 8 + 4, both of
-// column lane % 8. There are at most kTileRows rows.
+// column lane % 8. Of the num_rows rows, at most kTileRows are used.
 template <typename T, typename Use>
 __device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num_rows,
                                              const float (&c)[kPanelTiles][4], const Use& use) {
-  const int lane = block.lane();
-  const int own = block.warp() * kPanelValues + lane / 4 * kTileOuts + lane % 4 * 2;
+  const int lane = block.lane(), rows = min(num_rows, kTileRows);
+  const int tile_values = rows * kTileOuts, panel_values = kPanelTiles * tile_values;
+  const int own = block.warp() * panel_values + lane / 4 * kTileOuts + lane % 4 * 2;
 #pragma unroll
-  for (int tile = 0; tile < kPanelTiles; ++tile) {
+  for (int half = 0; half < 2; ++half) {
+    if (lane / 4 + half * 8 >= rows) break;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      block.reduce[own + tile * kTileValues + i / 2 * 8 * kTileOuts + i % 2] = c[tile][i];
+    for (int tile = 0; tile < kPanelTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        block.reduce[own + tile * tile_values + half * 8 * kTileOuts + i] = c[tile][half * 2 + i];
+      }
     }
   }
   block.sync();  // all panels are stored
-  for (int row = block.warp(); row < min(num_rows, kTileRows); row += kDraftWarps) {
+  for (int row = block.warp(); row < rows; row += kDraftWarps) {
     float values[2] = {0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = (half * 4 + lane / 8) * kTileValues + row * kTileOuts + lane % 8;
+      const int at = (half * 4 + lane / 8) * tile_values + row * kTileOuts + lane % 8;
 #pragma unroll
       for (int warp = 0; warp < kDraftWarps; ++warp) {
-        values[half] = exact_add(values[half], block.reduce[warp * kPanelValues + at]);
+        values[half] = exact_add(values[half], block.reduce[warp * panel_values + at]);
       }
     }
     use(row, values);

@@ -139,7 +139,7 @@ struct DraftSpan {
 template <typename T, typename W>
 struct DraftHeadShared {
   DraftShared common;
-  typename DraftRing<T, W>::Memory ring;
+  typename DraftRing<T, W>::Memory products;
 };
 
 template <typename T, typename W>
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   DraftCursor cursor(params.plan, num_new);
   for (int i = 0; i < span.first_phase && !cursor.is_done(); ++i) cursor.next();
   if (cursor.is_done()) return;  // there are fewer elements than the host assumed
-  DraftRing<T, W> ring(block, shared.ring, span.has_bulk_copies, {cursor, span.num_phases});
+  DraftRing<T, W> ring(block, shared.products, span.has_bulk_copies, {cursor, span.num_phases});
   load_pass_rows(block, cursor.pass());
   while (true) {
     run_phase<T, W>(block, ring, cursor.pass(), cursor.op(), cursor.layer());

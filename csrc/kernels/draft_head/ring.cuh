@@ -8,14 +8,16 @@
 //
 // full[stage] completes when the bytes have landed, empty[stage] when all warps have read them. All
 // warps count rounds through the ring in the same way; the parity of a round distinguishes its
-// phase from the previous one. Warp 0 fills the ring: after every kRefillTiles tiles it refills the
-// stages that it has released, except the last kLag, which the other warps may still be reading.
-// With bulk copies (sm_90) the hardware counts the bytes. With cp.async each lane waits for its own
-// copies, kUnannounced stages behind the newest one, and then one lane arrives for all.
+// phase from the previous one.
 //
-// The source of the next stages is kept in shared memory, because only warp 0 needs it and
-// registers are scarce. What every refill needs and what only a new product needs are kept
-// separately.
+// With bulk copies (sm_90) the warps take turns: each fills every eighth stage, because a refill
+// takes half as many instructions as the products of a stage, and the slowest warp sets the pace
+// (one warp that filled all stages kept an H200 at 40 % of its bandwidth). The hardware counts the
+// bytes. With cp.async, warp 0 fills all stages: each lane waits for its own copies, kUnannounced
+// stages behind the newest one, and then one lane arrives for all.
+//
+// A warp refills stages that it has released, except the last lag_, which others may still be
+// reading: after every slice, and if the ring has few stages, after every kTogether tiles.
 #pragma once
 
 #include "block.cuh"
@@ -33,6 +35,10 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+
+  __device__ __forceinline__ void skip(int count, int num_stages) {
+    for (stage += count; stage >= num_stages; stage -= num_stages) parity ^= 1;
+  }
 };
 
 // What is copied into a stage: `count` pieces of `bytes` bytes, which are `stride` bytes apart in
@@ -41,20 +47,22 @@ struct StagePieces {
   const unsigned char* first;
   int count;
   int bytes;
-  int64_t stride;
+  int stride;
 };
 
-// The stages of a matrix that a block needs, in order.
+// The stages of a matrix that a block needs, in order. `pieces` are those of the current stage.
 struct MatrixStages {
   const unsigned char* weight;
   TileSchedule tiles;
   bool in_tiles;
   int row_bytes;
   int slice_bytes;  // bytes of a row in a stage
+  int end;          // end of the block's tiles
   int panel;        // first tile of the panel
+  int panel_end;
   int tile;
-  int end;  // end of the block's tiles
   int slice;
+  StagePieces pieces;
 
   MatrixStages() = default;
   __device__ __forceinline__ MatrixStages(const DraftMatrix& matrix, bool is_paired,
@@ -64,28 +72,42 @@ struct MatrixStages {
         in_tiles(matrix.in_tiles),
         row_bytes(matrix.row_bytes(weight_bytes)),
         slice_bytes(slice),
-        panel(tiles.first_tile(block, num_blocks)),
-        tile(panel),
         end(tiles.first_tile(block + 1, num_blocks)),
-        slice(0) {}
+        panel(tiles.first_tile(block, num_blocks)),
+        panel_end(min(panel + kPanelTiles, end)),
+        tile(panel),
+        slice(0) {
+    locate();
+  }
 
   __device__ __forceinline__ bool is_done() const { return panel >= end; }
-  __device__ __forceinline__ StagePieces pieces() const {
+
+  // Goes on by `count` stages, at least one. Returns how many of them are left after the last one.
+  __device__ __forceinline__ int advance(int count) {
+    tile += count;
+    while (tile >= panel_end) {
+      tile -= panel_end - panel;
+      slice += slice_bytes;
+      if (slice < row_bytes) continue;
+      slice = 0;
+      tile += panel_end - panel;
+      panel = panel_end;
+      panel_end = min(panel + kPanelTiles, end);
+      if (is_done()) return tile - panel;
+    }
+    locate();
+    return 0;
+  }
+
+ private:
+  __device__ __forceinline__ void locate() {
     const int bytes = min(row_bytes - slice, slice_bytes);
     if (in_tiles) {
-      return {weight + (int64_t{tile} * row_bytes + slice) * kTileOuts, 1, bytes * kTileOuts, 0};
+      pieces = {weight + (int64_t{tile} * row_bytes + slice) * kTileOuts, 1, bytes * kTileOuts, 0};
+    } else {
+      pieces = {weight + int64_t{tiles.first_out(tile)} * row_bytes + slice, tiles.num_outs(tile),
+                bytes, row_bytes};
     }
-    return {weight + int64_t{tiles.first_out(tile)} * row_bytes + slice, tiles.num_outs(tile),
-            bytes, row_bytes};
-  }
-  __device__ __forceinline__ void next() {
-    const int panel_end = min(panel + kPanelTiles, end);
-    if (++tile < panel_end) return;
-    tile = panel;
-    slice += slice_bytes;
-    if (slice < row_bytes) return;
-    tile = panel = panel_end;
-    slice = 0;
   }
 };
 
@@ -97,129 +119,120 @@ struct MatrixStages {
 template <typename T, typename Source>
 class Ring {
  public:
-  // The state that every refill needs. `stages` is done after the last product.
-  struct Writer {
-    MatrixStages stages;
-    RingPosition at;
-    RingPosition oldest;  // oldest stage of cp.async that is not announced yet
-    int num_unannounced;
-  };
-  // What warp 0 keeps in shared memory.
-  struct Memory {
-    SharedValue<Writer> writer;
-    SharedValue<Source> source;
-  };
-  static constexpr int kLag = 2;
+  // The products after the current one, for each warp: in shared memory, because only a new product
+  // needs it.
+  using Memory = SharedArray<Source, kDraftWarps>;
+  static constexpr int kTogether = 2;  // stages that a warp reads together
   static constexpr int kUnannounced = 2;
-  static constexpr int kRefillTiles = 2;
-  static constexpr int kMinStages = kRefillTiles + kLag + kUnannounced;
+  static constexpr int kLeastLag = 2;
+  static constexpr int kMinStages = kTogether + kLeastLag + kUnannounced;
 
   // All warps call it together; `source` begins with the first product. Ends with a barrier.
-  __device__ __forceinline__ Ring(const DraftBlock<T>& block, Memory& memory, bool has_bulk_copies,
-                                  Source source)
-      : block_(block), memory_(memory), copies_in_bulk_(copies_in_bulk(has_bulk_copies)) {
+  __device__ __forceinline__ Ring(const DraftBlock<T>& block, Memory& sources, bool has_bulk_copies,
+                                  const Source& source)
+      : block_(block),
+        sources_(sources),
+        copies_in_bulk_(copies_in_bulk(has_bulk_copies)),
+        stride_(copies_in_bulk_ ? kDraftWarps : 1),
+        lag_(max(kLeastLag, block.num_stages / 4)),
+        num_free_(block.num_stages) {
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < block.num_stages) {
       mbarrier_init(&block.shared.full[thread], 1);
       mbarrier_init(&block.shared.empty[thread], kDraftWarps);
     }
-    block.sync();  // the mbarriers are initialised
-    if (block.warp() > 0) return;
-    if (block.lane() == 0) memory.source = source;
-    warp_barrier();  // the source is stored
-    Writer all{};
-    for (int i = 0; i < block.num_stages; ++i) {
-      if (all.stages.is_done() && !next_product(all)) {
-        announce_all(all);
-        break;
-      }
-      fill(all);
-    }
-    keep(all);
+    if (block.lane() == 0) sources[block.warp()] = source;
+    block.sync();  // the mbarriers are initialised, and the sources stored
+    end_.skip(block.warp(), block.num_stages);
+    num_skipped_ = block.warp();
+    num_free_ -= block.warp();
+    fill_all<true>(0);
   }
 
-  // Waits for the next stage and returns it.
-  __device__ __forceinline__ SharedSpan<unsigned char> wait() {
-    mbarrier_wait(&block_.shared.full[at_.stage], at_.parity);
-    return block_.stages.subspan(at_.stage * kStageBytes, kStageBytes);
+  // Waits for the stage `ahead` stages after the next one, and returns it.
+  __device__ __forceinline__ SharedSpan<unsigned char> wait(int ahead) {
+    RingPosition at = at_;
+    for (int i = 0; i < ahead; ++i) at.advance(block_.num_stages);
+    mbarrier_wait(&block_.shared.full[at.stage], at.parity);
+    return block_.stages.subspan(at.stage * kStageBytes, kStageBytes);
   }
 
-  // Marks the stage as read by this warp.
-  __device__ __forceinline__ void release() {
+  // Marks the next `count` stages, at most kTogether, as read by this warp.
+  __device__ __forceinline__ void release(int count) {
     warp_barrier();
-    if (block_.lane() == 0) mbarrier_arrive(&block_.shared.empty[at_.stage]);
-    at_.advance(block_.num_stages);
-    ++num_released_;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (i >= count) break;
+      if (block_.lane() == i) mbarrier_arrive(&block_.shared.empty[at_.stage]);
+      at_.advance(block_.num_stages);
+    }
+    num_free_ += count;
   }
 
-  // Every warp calls it after every kRefillTiles stages of a slice. Fills stages of the current
-  // product only: going on to the next product is long code, which would be inlined into each
-  // unrolled tile.
-  __device__ __forceinline__ void refill() { refill_from<false>(); }
+  // Every warp calls it after kTogether stages of a slice. Fills stages of the current product
+  // only: going on to the next product is long code, which would be inlined into each unrolled tile.
+  __device__ __forceinline__ void refill() {
+    if (block_.num_stages < 2 * kPanelTiles) fill_all<false>(lag_);
+  }
 
   // Every warp calls it after the last stage of a slice. Goes on to the next products.
-  __device__ __forceinline__ void end_slice() { refill_from<true>(); }
+  __device__ __forceinline__ void end_slice() { fill_all<true>(lag_); }
 
  private:
+  // Fills this warp's stages that are free, except the last `lag` ones. Goes on to the next product
+  // even if its stages are not free yet: refill() must find them in it.
   template <bool kGoesOn>
-  __device__ __forceinline__ void refill_from() {
-    if (block_.warp() > 0 || num_released_ <= kLag) return;
-    Writer all = memory_.writer;
-    warp_barrier();  // all lanes have read it
-    for (; num_released_ > kLag; --num_released_) {
-      if (all.stages.is_done()) {
-        if (!kGoesOn || !next_product(all)) {
-          announce_all(all);
-          break;
-        }
-      }
-      fill(all);
+  __device__ __forceinline__ void fill_all(int lag) {
+    if (block_.warp() >= stride_) return;
+    while (true) {
+      // Nothing may follow that would announce the last stages of a product.
+      if (filled_.is_done() && (!kGoesOn || !next_product())) return announce_all();
+      if (num_free_ <= lag) return;
+      fill();
     }
-    keep(all);
   }
 
-  __device__ __forceinline__ void keep(const Writer& all) {
-    if (block_.lane() == 0) memory_.writer = all;
-    warp_barrier();
-  }
-
-  // Returns false after the last product.
-  __device__ __forceinline__ bool next_product(Writer& all) {
-    Source source = memory_.source;
+  // Goes on to the product of this warp's next stage. Returns false after the last product.
+  __device__ __forceinline__ bool next_product() {
+    Source source = sources_[block_.warp()];
     warp_barrier();  // all lanes have read it
-    const bool is_there = source.next(block_, all.stages);
-    if (block_.lane() == 0) memory_.source = source;
+    while (source.next(block_, filled_) && num_skipped_ > 0) {
+      num_skipped_ = filled_.advance(num_skipped_);
+      if (!filled_.is_done()) break;
+    }
+    if (block_.lane() == 0) sources_[block_.warp()] = source;
     warp_barrier();
-    return is_there;
+    return !filled_.is_done();
   }
 
-  // Fills the next stage of the product.
-  __device__ __forceinline__ void fill(Writer& all) {
+  // Fills this warp's next stage.
+  __device__ __forceinline__ void fill() {
     // In the first round no stage is in use yet: the phase before the first counts as complete.
-    mbarrier_wait(&block_.shared.empty[all.at.stage], all.at.parity ^ 1);
-    const StagePieces pieces = all.stages.pieces();
+    mbarrier_wait(&block_.shared.empty[end_.stage], end_.parity ^ 1);
+    const StagePieces& pieces = filled_.pieces;
     const SharedSpan<unsigned char> stage =
-        block_.stages.subspan(all.at.stage * kStageBytes, kStageBytes);
+        block_.stages.subspan(end_.stage * kStageBytes, kStageBytes);
     if (copies_in_bulk_) {
-      copy_bulk(stage, pieces, &block_.shared.full[all.at.stage]);
+      copy_bulk(stage, pieces, &block_.shared.full[end_.stage]);
     } else {
       copy_by_lanes(stage, pieces);
-      if (++all.num_unannounced > kUnannounced) {
+      if (++num_unannounced_ > kUnannounced) {
         cp_async_wait<kUnannounced>();
-        announce(all);
+        announce();
       }
     }
-    all.at.advance(block_.num_stages);
-    all.stages.next();
+    end_.skip(stride_, block_.num_stages);
+    num_free_ -= stride_;
+    num_skipped_ = filled_.advance(stride_);
   }
 
   __device__ __forceinline__ void copy_bulk(const SharedSpan<unsigned char>& stage,
                                             const StagePieces& pieces, Mbarrier* full) {
     if (elect_lane()) {
       mbarrier_arrive_expect(full, pieces.count * pieces.bytes);
-#pragma unroll
-      for (int i = 0; i < kTileOuts; ++i) {
-        if (i >= pieces.count) break;
+      bulk_copy(stage.pointer(0), pieces.first, pieces.bytes, full);
+#pragma unroll 1
+      for (int i = 1; i < pieces.count; ++i) {
         bulk_copy(stage.pointer(i * kStageRowBytes), pieces.first + i * pieces.stride, pieces.bytes,
                   full);
       }
@@ -239,24 +252,32 @@ class Ring {
   }
 
   // Announces the oldest unannounced stage, whose copies have landed in each lane.
-  __device__ __forceinline__ void announce(Writer& all) {
+  __device__ __forceinline__ void announce() {
     warp_barrier();  // in all lanes
-    if (block_.lane() == 0) mbarrier_arrive(&block_.shared.full[all.oldest.stage]);
-    all.oldest.advance(block_.num_stages);
-    --all.num_unannounced;
+    if (block_.lane() == 0) mbarrier_arrive(&block_.shared.full[unannounced_.stage]);
+    unannounced_.advance(block_.num_stages);
+    --num_unannounced_;
   }
 
-  __device__ __forceinline__ void announce_all(Writer& all) {
+  __device__ __forceinline__ void announce_all() {
     if (copies_in_bulk_) return;
     cp_async_wait<0>();
-    while (all.num_unannounced > 0) announce(all);
+    while (num_unannounced_ > 0) announce();
   }
 
   const DraftBlock<T>& block_;
-  Memory& memory_;
+  Memory& sources_;
   const bool copies_in_bulk_;
-  RingPosition at_{0, 0};
-  int num_released_ = 0;  // for warp 0: number of released stages that are not refilled
+  const int stride_;  // number of warps that take turns to fill stages
+  const int lag_;
+  MatrixStages filled_{};  // the stage that this warp fills next; done after the last product
+  int num_skipped_ = 0;    // stages of the next products before this warp's next one
+  // How many stages it has released, or nobody has used yet, from the next one that it fills on.
+  int num_free_;
+  RingPosition at_{0, 0};           // the stage that this warp reads next
+  RingPosition end_{0, 0};          // the stage that it fills next
+  RingPosition unannounced_{0, 0};  // the oldest stage of cp.async that is not announced
+  int num_unannounced_ = 0;
 };
 
 }  // namespace specdec
