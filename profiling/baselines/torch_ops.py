@@ -220,7 +220,7 @@ def adjust_logits(
     tokens: Tensor,
     parents: Tensor,
     text: Tensor,
-    penalty: float,
+    penalty: Tensor,
     size: int,
     bias: Tensor,
     suppressed: Tensor,

@@ -337,7 +337,9 @@ def adjust_logits(case: Case, inputs: Inputs) -> Work:
         torch.tensor([(kind, 0, 1 << 62) for kind in kinds], device=inputs.device),
         torch.stack([bias, bias, bias, overwrite]),
     )
-    baseline = (logits, tokens, parents, text, penalty, size, bias, suppressed)
+    # By a number, CUDA would multiply by the rounded reciprocal.
+    divisor = inputs.full(penalty, 1, dtype=torch.float32)
+    baseline = (logits, tokens, parents, text, divisor, size, bias, suppressed)
     return Work(
         arguments,
         lambda: torch_ops.adjust_logits(*baseline),

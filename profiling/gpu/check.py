@@ -12,8 +12,9 @@ a table of the cases of ``generate``, to be pasted into an issue.
 Needs an NVIDIA GPU; for the python3 that runs it, a CUDA build of torch >= 2.10, NumPy, setuptools, ninja,
 pytest, safetensors, transformers, nvtx, triton and CuPy; in PATH, nvcc and compute-sanitizer. Nothing is
 installed. A missing requirement is exit status 2. No step is skipped: a step that can't run has failed, and
-one failed step is exit status 1. A step that exceeds its time budget is stopped and fails, and so do the
-steps that need it. The report has a line per step; a failed step's last output is in the JSON.
+one failed step is exit status 1. Checks run together; the build and benchmarks run alone. A step that exceeds
+its time budget is stopped and fails, and so do the steps that need it. The report has a line per step; a
+failed step's last output is in the JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
@@ -63,6 +67,18 @@ def portable(text: str) -> str:
     return text.replace(f"{ROOT}/", "").replace(sys.executable, "python3")
 
 
+def together(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Yield the steps in their order, as lists of those that run at the same time."""
+    for alone, group in groupby(steps, lambda step: step.alone):
+        found = list(group)
+        yield from [[step] for step in found] if alone else [found]
+
+
+def longest(steps: Sequence[Step]) -> int:
+    """Seconds that these steps take at most."""
+    return sum(max(step.seconds for step in group) for group in together(steps))
+
+
 def run_step(step: Step, results: list[Result]) -> Result:
     """Run a step, unless the step that it needs has failed."""
     command = portable(shlex.join(step.command))
@@ -94,6 +110,12 @@ def run_step(step: Step, results: list[Result]) -> Result:
     return Result(step.name, passed, seconds, step.seconds, summary, command, kept, found)
 
 
+def run_group(group: list[Step], results: list[Result]) -> list[Result]:
+    """Run steps at the same time; none of them needs another one of them."""
+    with ThreadPoolExecutor(len(group)) as pool:
+        return list(pool.map(lambda step: run_step(step, results), group))
+
+
 def explain(step: Step, done: subprocess.CompletedProcess[str]) -> str:
     """Why a command failed: the problem that its reader finds, or else the exit status."""
     try:
@@ -122,7 +144,6 @@ def card_slug(name: str) -> str:
 
 
 def report_markdown(machine: str, results: list[Result], planned: int) -> str:
-    total = sum(result.seconds for result in results)
     header = ["step", "", "seconds", "budget", "summary"]
     rows = [
         [
@@ -135,12 +156,13 @@ def report_markdown(machine: str, results: list[Result], planned: int) -> str:
         for result in results
     ]
     passed = sum(result.passed for result in results)
+    generated = {name: verdict for result in results for name, verdict in result.verdicts.items()}
     parts = [
         "# GPU check",
         machine,
-        f"{passed} of {planned} steps passed in {total:.0f} s.",
+        f"{passed} of {planned} steps passed.",
         format_markdown(header, rows),
-        *(verdict_table(result.verdicts) for result in results if result.step == GENERATE),
+        *([verdict_table(generated)] if generated else []),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -159,11 +181,10 @@ def show_plan(steps: list[Step]) -> None:
     for step in steps:
         settings = "".join(f"{key}={value} " for key, value in step.environment.items())
         print(f"\n{step.name}:\n  {settings}{portable(shlex.join(step.command))}")
-        if step.name == GENERATE:
-            print("  cases:", *case_names(), sep="\n    ")
-    total = sum(step.seconds for step in steps)
+        if step.name.startswith(GENERATE):
+            print("  cases:", *case_names([step.name.removeprefix(GENERATE)]), sep="\n    ")
     print(
-        f"\nat most {total} s of {LIMIT} s; writes profiling/results/gpu_check_<card>.json and .md"
+        f"\nat most {longest(steps)} s of {LIMIT} s; writes profiling/results/gpu_check_<card>.json and .md"
     )
 
 
@@ -190,13 +211,14 @@ def main(arguments: list[str] | None = None) -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     steps = plan(card_slug(name), f"{major}.{minor}")
-    for step in steps:
-        print(f"{step.name} ...", end=" ", flush=True)
-        result = run_step(step, results)
-        results.append(result)
-        print(f"{'pass' if result.passed else 'FAIL'}, {result.seconds:.0f} s: {result.summary}")
-        if not result.passed:
-            print(result.output)
+    for group in together(steps):
+        print(f"{', '.join(step.name for step in group)} ...", flush=True)
+        results += run_group(group, results)
+        for result in results[-len(group) :]:
+            verdict = "pass" if result.passed else "FAIL"
+            print(f"{result.step}: {verdict}, {result.seconds:.0f} s: {result.summary}")
+            if not result.passed:
+                print(result.output)
         write_report(RESULTS / f"gpu_check_{card_slug(name)}", machine, results, len(steps))
     print(report_markdown(machine, results, len(steps)))
     return 0 if all(result.passed for result in results) else 1

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from gpu.generate_cases import DTYPES
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "profiling" / "results"
 BUILD = ROOT / "build" / "gpu_check"
-GENERATE = "generate"
+GENERATE = "generate in "  # and a dtype: the first words of the steps that run generate
+TOGETHER = 150  # seconds of a step that runs beside others; on an H200 all of them took 90
 TOOLS = ("memcheck", "racecheck", "synccheck")
 OP_TESTS = ROOT / "python_tests" / "ops"
 CPU_ONLY = ("test_ops_linear.py",)
@@ -38,6 +41,8 @@ class Step:
         seconds: time budget, after which the command is stopped.
         read: reader of its output.
         needs: name of the step that must have passed before this one can run.
+        alone: nothing else may run meanwhile, because the step measures or takes all processors. Others run
+            together with the steps beside them.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Step:
     command: list[str]
     read: Reader
     needs: str | None = None
+    alone: bool = False
     folder: Path = ROOT
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -135,7 +141,8 @@ def plan(card: str, capability: str) -> list[Step]:
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     report = tool_command("kernel-report", "--out", str(RESULTS / "kernels" / f"kernels_{card}"))
     bench = tool_command("ops", "--device", "cuda", "--out")
-    drafts = tool_command("draft-head", "--quick", "--repeats", "20", "--out")
+    heads = tool_command("draft-head", "--quick", "--repeats", "20", "--out")
+    heads += [str(RESULTS / "draft_head" / f"draft_head_{card}")]
     timed = [*bench, str(RESULTS / "kernels" / f"ops_{card}"), "--cupy"]
     compiled = [*bench, str(RESULTS / "kernels" / f"ops_{card}_compile"), "--compile"]
     compiled += ["--model", "llama3-8b", "--largest"]
@@ -144,26 +151,29 @@ def plan(card: str, capability: str) -> list[Step]:
     whole += ["--out", str(RESULTS / "generation" / f"8b_{card}")]
     return [
         Step("golden", 5, checksums, lambda output: "reference cases complete", folder=golden),
-        Step("build", 110, build, lambda output: f"for {capability}", environment=on_card),
-        Step("kernel report", 40, report, read_last_line, environment=on_card),
-        device_tests("op tests", 70, op_test_files()),
-        device_tests("draft head tests", 60, draft_head_test_files()),
-        Step(GENERATE, 64, tool_command("generate-checks"), read_checks, "build"),
-        Step("repeats", 20, tool_command("op-checks", "repeat"), read_checks, "build"),
-        Step("graph replay", 15, tool_command("op-checks", "replay"), read_checks, "build"),
-        planted_bugs(15),
-        *(sanitized_ops(tool, 35) for tool in TOOLS),
-        Step("benchmark", 30, timed, read_table, "build"),
-        Step(
-            "draft head benchmark",
-            30,
-            [*drafts, str(RESULTS / "draft_head" / f"draft_head_{card}")],
-            read_table,
-            "build",
-        ),
-        Step("against torch.compile", 35, compiled, read_table, "build"),
-        Step("8B against Hugging Face", 100, whole, read_ratios, "build"),
+        Step("build", 150, build, lambda output: f"for {capability}", None, True, ROOT, on_card),
+        Step("kernel report", 120, report, read_last_line, environment=on_card),
+        device_tests("op tests", op_test_files()),
+        device_tests("draft head tests", draft_head_test_files()),
+        *(check(GENERATE + dtype, "generate-checks", "--dtype", dtype) for dtype in DTYPES),
+        check("repeats", "op-checks", "repeat"),
+        check("graph replay", "op-checks", "replay"),
+        planted_bugs(),
+        *map(sanitized_ops, TOOLS),
+        benchmark("benchmark", 60, timed),
+        benchmark("draft head benchmark", 60, heads),
+        benchmark("against torch.compile", 60, compiled),
+        benchmark("8B against Hugging Face", 120, whole, read_ratios),
     ]
+
+
+def check(name: str, *arguments: str) -> Step:
+    """Step of a tool that prints PASS and FAIL lines."""
+    return Step(name, TOGETHER, tool_command(*arguments), read_checks, "build")
+
+
+def benchmark(name: str, seconds: int, command: list[str], read: Reader = read_table) -> Step:
+    return Step(name, seconds, command, read, "build", alone=True)
 
 
 def tool_command(name: str, *arguments: str) -> list[str]:
@@ -183,31 +193,33 @@ def op_test_files() -> list[str]:
     return [name for name in names if name not in others] + ["test_golden.py"]
 
 
-def device_tests(name: str, seconds: int, files: list[str]) -> Step:
+def device_tests(name: str, files: list[str]) -> Step:
     """Step that runs the CUDA cases of test files."""
     junit = BUILD / f"{name.replace(' ', '_')}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
     command += ["-m", "not slow and not emulated", f"--junitxml={junit}"]
     command += ["-n", "4"] if importlib.util.find_spec("xdist") else []
     command += [f"python_tests/ops/{name}" for name in files]
-    return Step(name, seconds, command, lambda output: read_junit(junit, files), "build")
+    return Step(name, TOGETHER, command, lambda output: read_junit(junit, files), "build")
 
 
 def sanitizer(tool: str) -> list[str]:
     return ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=specdec"]
 
 
-def sanitized_ops(tool: str, seconds: int) -> Step:
+def sanitized_ops(tool: str) -> Step:
     command = [*sanitizer(tool), *tool_command("op-checks", "once", "--model", "small")]
     # Without caching every tensor is its own allocation; otherwise memcheck sees only the ends of torch's
     # pool.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Step(tool, seconds, command, read_sanitizer, "build", environment=environment)
+    return Step(tool, TOGETHER, command, read_sanitizer, "build", environment=environment)
 
 
-def planted_bugs(seconds: int) -> Step:
+def planted_bugs() -> Step:
     source, program = Path(__file__).with_name("planted_bugs.cu"), BUILD / "planted_bugs"
     commands = [shlex.join(["nvcc", "-arch=native", str(source), "-o", str(program)])]
     commands += [shlex.join([*sanitizer(tool), str(program), tool]) for tool in TOOLS]
     # Exit codes of the program and the tools are ignored; only the findings matter.
-    return Step("planted bugs", seconds, ["sh", "-c", "; ".join([*commands, "true"])], read_planted)
+    return Step(
+        "planted bugs", TOGETHER, ["sh", "-c", "; ".join([*commands, "true"])], read_planted
+    )

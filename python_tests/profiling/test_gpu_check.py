@@ -7,6 +7,7 @@ with planted faults.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -39,9 +40,11 @@ def test_dry_run_prints_every_step_and_its_command(capsys):
 
 def test_the_plan_fits_twelve_minutes_and_needs_what_comes_before():
     steps = gpu_check.plan("h200", "9.0")
-    assert sum(step.seconds for step in steps) < gpu_check.LIMIT == 12 * 60
+    assert gpu_check.longest(steps) < gpu_check.LIMIT == 12 * 60
     for number, step in enumerate(steps):
-        assert step.needs is None or step.needs in [each.name for each in steps[:number]]
+        assert step.needs is None or step.needs in [
+            each.name for each in steps[:number] if each.alone
+        ]
         for word in step.command:
             if word.endswith((".py", ".cu")):
                 assert (ROOT / word).exists(), word
@@ -286,13 +289,37 @@ def test_golden_cases_that_are_missing_or_changed_fail(tmp_path):
 
 
 def test_the_report_ends_with_the_cases_of_generate():
-    name = next(iter(generate_cases.case_names()))
-    (step,) = [each for each in gpu_check.plan("h200", "9.0") if each.name == gpu_steps.GENERATE]
-    told = Step(step.name, 5, ["echo", f"FAIL (other text) {name}"], step.read)
-    result = gpu_check.run_step(told, [])
-    text = gpu_check.report_markdown("H200 | torch 2.11", [result], planned=1)
+    steps = {step.name: step for step in gpu_check.plan("h200", "9.0")}
+    results, names = [], []
+    for dtype in ("float32", "float16"):
+        step = steps[gpu_steps.GENERATE + dtype]
+        assert step.command[-1] == dtype
+        names.append(next(iter(generate_cases.case_names([dtype]))))
+        told = Step(step.name, 5, ["echo", f"FAIL (other text) {names[-1]}"], step.read)
+        results.append(gpu_check.run_step(told, []))
+    text = gpu_check.report_markdown("H200 | torch 2.11", results, planned=2)
     assert "| generate | float32 | bfloat16 | float16 |" in text and "| did not run |" in text
-    assert text.endswith(f"- {name}: FAIL (other text)\n")
+    assert text.endswith("".join(f"- {name}: FAIL (other text)\n" for name in names))
+
+
+def test_checks_run_together_and_benchmarks_alone():
+    groups = [
+        [step.name for step in each] for each in gpu_check.together(gpu_check.plan("h200", "9.0"))
+    ]
+    assert ["build"] in groups and ["benchmark"] in groups
+    (checks,) = [each for each in groups if "op tests" in each]
+    assert {"generate in float32", "repeats", "racecheck"} < set(checks)
+
+
+def test_steps_of_a_group_run_at_the_same_time(tmp_path):
+    there, back = tmp_path / "there", tmp_path / "back"
+    for fifo in (there, back):
+        os.mkfifo(fifo)  # whoever opens it waits until the other has
+    first, second = (
+        sh(f"echo > {there}; cat {back}; echo PASS"),
+        sh(f"cat {there}; echo > {back}; echo PASS"),
+    )
+    assert all(result.passed for result in gpu_check.run_group([first, second], []))
 
 
 # --- checks of ops ----------------------------------------------------------------------------------
