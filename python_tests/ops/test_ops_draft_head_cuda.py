@@ -449,6 +449,24 @@ def test_rejects_a_sync_buffer_that_does_not_fit(device):
             ops.draft_head(**{**arguments, "head": packed}, tree=STATIC)
 
 
+def test_a_row_has_the_same_bits_wherever_its_inputs_are_kept(device):
+    """Inputs of 7 rows of 512 floats fit into shared memory beside the sums; those of 8 rows do not."""
+    head = head_of("mtp", hidden_size=512, target_hidden_size=512, intermediate_size=16)
+    tokens, features = elements(head, 8, 1)
+    drafted = {}
+    for rows in (7, 8):
+        run = OpRun.start(head, rows, device=device)
+        drafted[rows] = (
+            *run.draft(TreeConfig(2), tokens[:rows], features[:rows]),
+            run.keys,
+            run.values,
+        )
+    for few, many in zip(drafted[7][:3], drafted[8][:3], strict=True):
+        assert torch.equal(few, many[:7])
+    for few, many in zip(drafted[7][3:], drafted[8][3:], strict=True):
+        assert torch.equal(few.nan_to_num(), many[:, :7].nan_to_num())
+
+
 class OnlyDrafts:
     """Emulates draft_head alone; the target uses the CPU ops."""
 
