@@ -16,7 +16,7 @@
 // bytes. With cp.async, warp 0 fills all stages: each lane waits for its own copies, kUnannounced
 // stages behind the newest one, and then one lane arrives for all.
 //
-// A warp refills stages that it has released, except the last lag_, which others may still be
+// A warp refills stages that it has released, except the last lag(), which others may still be
 // reading: after every slice, and if the ring has few stages, after every kTogether tiles.
 #pragma once
 
@@ -50,7 +50,7 @@ struct StagePieces {
   int stride;
 };
 
-// The stages of a matrix that a block needs, in order. `pieces` are those of the current stage.
+// The stages of a matrix that a block needs, in order.
 struct MatrixStages {
   const unsigned char* weight;
   TileSchedule tiles;
@@ -62,7 +62,6 @@ struct MatrixStages {
   int panel_end;
   int tile;
   int slice;
-  StagePieces pieces;
 
   MatrixStages() = default;
   __device__ __forceinline__ MatrixStages(const DraftMatrix& matrix, bool is_paired,
@@ -76,9 +75,7 @@ struct MatrixStages {
         panel(tiles.first_tile(block, num_blocks)),
         panel_end(min(panel + kPanelTiles, end)),
         tile(panel),
-        slice(0) {
-    locate();
-  }
+        slice(0) {}
 
   __device__ __forceinline__ bool is_done() const { return panel >= end; }
 
@@ -95,19 +92,17 @@ struct MatrixStages {
       panel_end = min(panel + kPanelTiles, end);
       if (is_done()) return tile - panel;
     }
-    locate();
     return 0;
   }
 
- private:
-  __device__ __forceinline__ void locate() {
+  // Of the current stage.
+  __device__ __forceinline__ StagePieces pieces() const {
     const int bytes = min(row_bytes - slice, slice_bytes);
     if (in_tiles) {
-      pieces = {weight + (int64_t{tile} * row_bytes + slice) * kTileOuts, 1, bytes * kTileOuts, 0};
-    } else {
-      pieces = {weight + int64_t{tiles.first_out(tile)} * row_bytes + slice, tiles.num_outs(tile),
-                bytes, row_bytes};
+      return {weight + (int64_t{tile} * row_bytes + slice) * kTileOuts, 1, bytes * kTileOuts, 0};
     }
+    return {weight + int64_t{tiles.first_out(tile)} * row_bytes + slice, tiles.num_outs(tile),
+            bytes, row_bytes};
   }
 };
 
@@ -119,33 +114,43 @@ struct MatrixStages {
 template <typename T, typename Source>
 class Ring {
  public:
-  // The products after the current one, for each warp: in shared memory, because only a new product
-  // needs it.
-  using Memory = SharedArray<Source, kDraftWarps>;
+  // What a warp fills next.
+  struct Writer {
+    MatrixStages stages;  // done after the last product
+    int num_skipped;      // stages of the next products before this warp's next one
+    RingPosition at;
+    RingPosition unannounced;  // the oldest stage of cp.async that is not announced
+    int num_unannounced;
+  };
+  // What is in shared memory, because registers are scarce.
+  struct Memory {
+    SharedArray<Source, kDraftWarps> sources;  // the products after the current one, for each warp
+    SharedValue<Writer> writer;                // without bulk copies: of warp 0, between refills
+  };
   static constexpr int kTogether = 2;  // stages that a warp reads together
   static constexpr int kUnannounced = 2;
   static constexpr int kLeastLag = 2;
   static constexpr int kMinStages = kTogether + kLeastLag + kUnannounced;
 
   // All warps call it together; `source` begins with the first product. Ends with a barrier.
-  __device__ __forceinline__ Ring(const DraftBlock<T>& block, Memory& sources, bool has_bulk_copies,
+  __device__ __forceinline__ Ring(const DraftBlock<T>& block, Memory& memory, bool has_bulk_copies,
                                   const Source& source)
       : block_(block),
-        sources_(sources),
+        memory_(memory),
         copies_in_bulk_(copies_in_bulk(has_bulk_copies)),
         stride_(copies_in_bulk_ ? kDraftWarps : 1),
-        lag_(max(kLeastLag, block.num_stages / 4)),
         num_free_(block.num_stages) {
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < block.num_stages) {
       mbarrier_init(&block.shared.full[thread], 1);
       mbarrier_init(&block.shared.empty[thread], kDraftWarps);
     }
-    if (block.lane() == 0) sources[block.warp()] = source;
-    block.sync();  // the mbarriers are initialised, and the sources stored
-    end_.skip(block.warp(), block.num_stages);
-    num_skipped_ = block.warp();
+    if (block.lane() == 0) memory.sources[block.warp()] = source;
+    writer_.at.skip(block.warp(), block.num_stages);
+    writer_.num_skipped = block.warp();
     num_free_ -= block.warp();
+    if (thread == 0) memory.writer = writer_;
+    block.sync();  // the mbarriers are initialised, sources and writer stored
     fill_all<true>(0);
   }
 
@@ -172,21 +177,34 @@ class Ring {
   // Every warp calls it after kTogether stages of a slice. Fills stages of the current product
   // only: going on to the next product is long code, which would be inlined into each unrolled tile.
   __device__ __forceinline__ void refill() {
-    if (block_.num_stages < 2 * kPanelTiles) fill_all<false>(lag_);
+    if (block_.num_stages < 2 * kPanelTiles) fill_all<false>(lag());
   }
 
   // Every warp calls it after the last stage of a slice. Goes on to the next products.
-  __device__ __forceinline__ void end_slice() { fill_all<true>(lag_); }
+  __device__ __forceinline__ void end_slice() { fill_all<true>(lag()); }
 
  private:
-  // Fills this warp's stages that are free, except the last `lag` ones. Goes on to the next product
-  // even if its stages are not free yet: refill() must find them in it.
+  // The number of stages that this warp has released and leaves to others, which may be behind it.
+  __device__ __forceinline__ int lag() const { return max(kLeastLag, block_.num_stages / 4); }
+
   template <bool kGoesOn>
   __device__ __forceinline__ void fill_all(int lag) {
     if (block_.warp() >= stride_) return;
+    if (copies_in_bulk_) return fill_free<kGoesOn>(lag);
+    writer_ = memory_.writer;
+    warp_barrier();  // all lanes have read it
+    fill_free<kGoesOn>(lag);
+    if (block_.lane() == 0) memory_.writer = writer_;
+    warp_barrier();
+  }
+
+  // Fills this warp's stages that are free, except the last `lag` ones. Goes on to the next product
+  // even if its stages are not free yet: refill() must find them in it.
+  template <bool kGoesOn>
+  __device__ __forceinline__ void fill_free(int lag) {
     while (true) {
       // Nothing may follow that would announce the last stages of a product.
-      if (filled_.is_done() && (!kGoesOn || !next_product())) return announce_all();
+      if (writer_.stages.is_done() && (!kGoesOn || !next_product())) return announce_all();
       if (num_free_ <= lag) return;
       fill();
     }
@@ -194,36 +212,36 @@ class Ring {
 
   // Goes on to the product of this warp's next stage. Returns false after the last product.
   __device__ __forceinline__ bool next_product() {
-    Source source = sources_[block_.warp()];
+    Source source = memory_.sources[block_.warp()];
     warp_barrier();  // all lanes have read it
-    while (source.next(block_, filled_) && num_skipped_ > 0) {
-      num_skipped_ = filled_.advance(num_skipped_);
-      if (!filled_.is_done()) break;
+    while (source.next(block_, writer_.stages) && writer_.num_skipped > 0) {
+      writer_.num_skipped = writer_.stages.advance(writer_.num_skipped);
+      if (!writer_.stages.is_done()) break;
     }
-    if (block_.lane() == 0) sources_[block_.warp()] = source;
+    if (block_.lane() == 0) memory_.sources[block_.warp()] = source;
     warp_barrier();
-    return !filled_.is_done();
+    return !writer_.stages.is_done();
   }
 
   // Fills this warp's next stage.
   __device__ __forceinline__ void fill() {
     // In the first round no stage is in use yet: the phase before the first counts as complete.
-    mbarrier_wait(&block_.shared.empty[end_.stage], end_.parity ^ 1);
-    const StagePieces& pieces = filled_.pieces;
+    mbarrier_wait(&block_.shared.empty[writer_.at.stage], writer_.at.parity ^ 1);
+    const StagePieces pieces = writer_.stages.pieces();
     const SharedSpan<unsigned char> stage =
-        block_.stages.subspan(end_.stage * kStageBytes, kStageBytes);
+        block_.stages.subspan(writer_.at.stage * kStageBytes, kStageBytes);
     if (copies_in_bulk_) {
-      copy_bulk(stage, pieces, &block_.shared.full[end_.stage]);
+      copy_bulk(stage, pieces, &block_.shared.full[writer_.at.stage]);
     } else {
       copy_by_lanes(stage, pieces);
-      if (++num_unannounced_ > kUnannounced) {
+      if (++writer_.num_unannounced > kUnannounced) {
         cp_async_wait<kUnannounced>();
         announce();
       }
     }
-    end_.skip(stride_, block_.num_stages);
+    writer_.at.skip(stride_, block_.num_stages);
     num_free_ -= stride_;
-    num_skipped_ = filled_.advance(stride_);
+    writer_.num_skipped = writer_.stages.advance(stride_);
   }
 
   __device__ __forceinline__ void copy_bulk(const SharedSpan<unsigned char>& stage,
@@ -254,30 +272,25 @@ class Ring {
   // Announces the oldest unannounced stage, whose copies have landed in each lane.
   __device__ __forceinline__ void announce() {
     warp_barrier();  // in all lanes
-    if (block_.lane() == 0) mbarrier_arrive(&block_.shared.full[unannounced_.stage]);
-    unannounced_.advance(block_.num_stages);
-    --num_unannounced_;
+    if (block_.lane() == 0) mbarrier_arrive(&block_.shared.full[writer_.unannounced.stage]);
+    writer_.unannounced.advance(block_.num_stages);
+    --writer_.num_unannounced;
   }
 
   __device__ __forceinline__ void announce_all() {
     if (copies_in_bulk_) return;
     cp_async_wait<0>();
-    while (num_unannounced_ > 0) announce();
+    while (writer_.num_unannounced > 0) announce();
   }
 
   const DraftBlock<T>& block_;
-  Memory& sources_;
+  Memory& memory_;
   const bool copies_in_bulk_;
   const int stride_;  // number of warps that take turns to fill stages
-  const int lag_;
-  MatrixStages filled_{};  // the stage that this warp fills next; done after the last product
-  int num_skipped_ = 0;    // stages of the next products before this warp's next one
+  Writer writer_{};
   // How many stages it has released, or nobody has used yet, from the next one that it fills on.
   int num_free_;
-  RingPosition at_{0, 0};           // the stage that this warp reads next
-  RingPosition end_{0, 0};          // the stage that it fills next
-  RingPosition unannounced_{0, 0};  // the oldest stage of cp.async that is not announced
-  int num_unannounced_ = 0;
+  RingPosition at_{0, 0};  // the stage that this warp reads next
 };
 
 }  // namespace specdec
