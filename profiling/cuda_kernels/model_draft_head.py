@@ -17,8 +17,8 @@ the time of a level:
 "compute" is the time in which the warps of the busiest block compute a level's products if all weights have
 arrived. It costs nothing while it is shorter than "memory". With up to TILE_ROWS rows of 16-bit inputs a
 block loads a slice of inputs while it multiplies the one before; with more rows it waits for every slice.
-Warp 0, which also refills the ring, sets the pace. The floor is the time to read the weights once per level
-and the cache at the read bandwidth; the goal is GOAL times the floor.
+Below sm_90 warp 0, which also refills the ring, sets the pace. The floor is the time to read the weights once
+per level and the cache at the read bandwidth; the goal is GOAL times the floor.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ NEW = 3  # committed elements per draft and row
 REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_488
 STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + _host.DRAFT_UNIT_BYTES)
 MOST_STAGES = 24
-LAG = 2  # stages that are free but not yet refilled when the warps finish a product
+LEAST_LAG = 2  # stages that are free but not yet refilled when the warps finish a product
 TILE_ROWS = 16  # rows that are multiplied together
+WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,20 @@ class Machine:
         return min(MOST_STAGES, free // STAGE_BYTES)
 
     @property
+    def lag(self) -> int:
+        """Number of stages that stay free: a quarter of the ring."""
+        return max(LEAST_LAG, self.stages // 4)
+
+    @property
     def refill_us(self) -> float:
-        """Time for warp 0 to refill a stage: one bulk copy, below sm_90 the lanes copy 8 KiB."""
-        copies = 1 if self.arch == "sm_90" else _host.DRAFT_TILE_OUTS
-        return TIMES["refill"] + copies * TIMES["copy"]
+        """A warp's time per stage to refill the ring, in turn with bulk copies, alone below sm_90."""
+        if self.arch == "sm_90":
+            return (TIMES["refill"] + TIMES["copy"]) / WARPS
+        return TIMES["refill"] + _host.DRAFT_TILE_OUTS * TIMES["copy"]
 
     def ring_bytes(self, weights: str) -> int:
         """Bytes of weights in flight into the rings of all SMs when the warps finish a product."""
-        return self.sms * (self.stages - LAG) * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
+        return self.sms * (self.stages - self.lag) * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
 
     def read_us(self, count: float) -> float:
         return count / self.read_gb_per_s / 1e3
@@ -115,8 +122,8 @@ TIMES = {
     "grow": 4.0,
     "product": 1.0,  # from a barrier to the first multiplication, without the norms of the inputs
     "stage": 0.08,  # for a warp to acquire and release a stage of the ring
-    "refill": 0.02,  # for warp 0 to request the weights of another stage, without the copies
-    "copy": 0.0075,  # for a bulk copy to be requested, or 1 KiB by the lanes of warp 0
+    "refill": 0.02,  # for a warp to request the weights of another stage, without the copies
+    "copy": 0.0075,  # for a bulk copy to be requested, or 1 KiB by the lanes of a warp
     "multiply": 0.1,  # per 1024 inputs, for all eight warps together and up to TILE_ROWS rows
     "slice": 0.7,  # for a slice of the inputs to arrive from the L2 cache
     "launch": 8.0,  # once per draft: a cooperative launch, and the work of blocks before their first phase
@@ -340,7 +347,7 @@ NOTES = """\
   hardly shrinks with 8-bit weights (`--weights int8`).
 - `tail`: how much later the busiest block has its weights, at an equal share of the bandwidth.
 - Measured numbers far above `worst` mean that an assumption is wrong. Look for it with
-  `python profiling nsight ncu "draft_head chain"`, first at warp 0 (*Warp State Statistics*), then at
+  `python profiling nsight ncu "draft_head chain"`, first at waits for stages (*Source Counters*), then at
   barriers."""
 SHOWN = (*PARTS, "floor_us", "goal_us", "best_us", "worst_us")
 KEY = ("head", "machine", "level")

@@ -44,10 +44,14 @@ def test_the_ring_is_the_kernels():
     text = "".join(path.read_text() for path in kernels.rglob("*.cuh"))
     assert f"kMaxStages = {model_draft_head.MOST_STAGES};" in text
     assert "kStageRowBytes = kSliceBytes + kUnitBytes;" in text
-    assert f"kLag = {model_draft_head.LAG};" in text
+    assert f"kLeastLag = {model_draft_head.LEAST_LAG};" in text
+    assert "max(kLeastLag, block_.num_stages / 4)" in text
     assert "kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;" in text
     tile = model_draft_head.TILE_ROWS * _host.DRAFT_TILE_OUTS
-    assert "kDraftWarps = 8;" in text and f"kTileRows = {model_draft_head.TILE_ROWS};" in text
+    assert (
+        f"kDraftWarps = {model_draft_head.WARPS};" in text
+        and f"kTileRows = {model_draft_head.TILE_ROWS};" in text
+    )
     assert 8 * _host.DRAFT_PANEL_TILES * tile * 4 == model_draft_head.REDUCE_BYTES
     assert (MACHINES["h200"].stages, MACHINES["a100"].stages) == (21, 13)
 
