@@ -50,7 +50,7 @@ from specdec_ext.tree.config import TreeConfig
 GOAL = 1.35
 NEW = 3  # committed elements per draft and row
 # Shared memory of a block: partial sums of its warps, static data (csrc/kernels/draft_head/block.cuh).
-REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_488
+REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_872
 STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + _host.DRAFT_UNIT_BYTES)
 MOST_STAGES = 24
 LEAST_LAG = 2  # stages that are free but not yet refilled when the warps finish a product

@@ -151,7 +151,14 @@ def plan(card: str, capability: str) -> list[Step]:
     whole += ["--out", str(RESULTS / "generation" / f"8b_{card}")]
     return [
         Step("golden", 5, checksums, lambda output: "reference cases complete", folder=golden),
-        Step("build", 150, build, lambda output: f"for {capability}", None, True, ROOT, on_card),
+        Step(
+            "build",
+            150,
+            build,
+            lambda output: f"for {capability}",
+            alone=True,
+            environment=on_card,
+        ),
         Step("kernel report", 120, report, read_last_line, environment=on_card),
         device_tests("op tests", op_test_files()),
         device_tests("draft head tests", draft_head_test_files()),
