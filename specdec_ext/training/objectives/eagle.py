@@ -65,20 +65,23 @@ class EagleObjective(HeadFormulas, Objective):
             table.to(batch.tokens.device) for table in rope_tables(config, columns + steps, wide)
         )
         past: list[Past] = [([], []) for _ in range(config.num_layers)]
-        feedback = batch.features  # output of the step before; at step 0 the target's hidden states
+        n = columns - 2
+        # Tokens after the text: the last elements of later steps read them, and nothing depends on these.
+        padded = F.pad(batch.tokens, (0, steps))
+        # Output of the step before; at step 0 the target's hidden states.
+        feedback = batch.features[:, :n].to(lm_head.dtype)
         for step in range(steps):
-            n = columns - 2 - step
-            tokens = batch.tokens[:, 1 + step : 1 + step + n]
+            tokens = padded[:, 1 + step : 1 + step + n]
             if step == 0:
                 embedded = F.embedding(tokens, embedding)
-                hidden = self.combine(embedded, feedback[:, :n].to(lm_head.dtype))
+                hidden = self.combine(embedded, feedback)
             elif config.mask_token_id is not None:
                 embedded = F.embedding(torch.full_like(tokens, config.mask_token_id), embedding)
                 mask = self.weight("mask_hidden").expand(*tokens.shape, -1)
                 hidden = self.combine(embedded, mask)
             else:
                 embedded = F.embedding(tokens, embedding)
-                hidden = self.feed_back(embedded, feedback[:, :n])
+                hidden = self.feed_back(embedded, feedback)
             tables = cosines[step : step + n], sines[step : step + n]
             for index in range(config.num_layers):
                 hidden = self.layer(index, embedded, hidden, tables, past[index])
@@ -96,12 +99,8 @@ class EagleObjective(HeadFormulas, Objective):
         queries, keys, values = self.projections(index, attended)
         past[0].append(_rotate(keys, *tables))
         past[1].append(values)
-        n = queries.shape[2]
         mixed = unrolled_attention(
-            _rotate(queries, *tables),
-            [each[:, :, :n] for each in past[0]],
-            [each[:, :, :n] for each in past[1]],
-            self.config.sliding_windows[index],
+            _rotate(queries, *tables), *past, self.config.sliding_windows[index]
         )
         return self._linear(f"layers.{index}.self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
 

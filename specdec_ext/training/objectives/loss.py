@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # Number of logits in memory at a time; small enough for a CPU cache.
-_LOGITS = 1 << 19
+_LOGITS = 1 << 20
+# Matrix products have a multiple of this number of rows; Batch.rounded gives the reason.
+_ROWS = 32
 
 
 def soft_cross_entropy(
@@ -47,17 +50,20 @@ class _SoftCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         by_hidden = torch.empty_like(hidden)
         by_weight = torch.zeros_like(weight, dtype=wide)
-        size = max(1, _LOGITS // len(weight))
+        size = max(1, _LOGITS // len(weight) // _ROWS) * _ROWS
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logits = (hidden[part] @ rounded.mT).to(wide).mul_(scale)
+            count = len(hidden[part])
+            padded = F.pad(hidden[part], (0, 0, 0, -count % _ROWS))
+            logits = (padded @ rounded.mT)[:count].to(wide).mul_(scale)
+            log_probs = logits.log_softmax(dim=-1)
             expected = teacher[rows[part]].to(wide)
-            log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            loss += log_sum.sum() - torch.dot(expected.view(-1), logits.view(-1))
+            loss -= torch.dot(expected.view(-1), log_probs.view(-1))
             if wanted:
-                by_logits = logits.sub_(log_sum).exp_().sub_(expected).mul_(scale).to(hidden.dtype)
-                by_hidden[part] = by_logits @ rounded
-                by_weight += by_logits.mT @ hidden[part]
+                by_logits = log_probs.exp_().sub_(expected).mul_(scale).to(hidden.dtype)
+                by_logits = F.pad(by_logits, (0, 0, 0, -count % _ROWS))
+                by_hidden[part] = (by_logits @ rounded)[:count]
+                by_weight += by_logits.mT @ padded
         ctx.save_for_backward(by_hidden, by_weight.to(weight.dtype))
         return loss
 

@@ -33,7 +33,7 @@ class MedusaObjective(Objective):
         columns = batch.tokens.shape[1]
         for head in range(steps):
             lm_head = self.weight(f"lm_heads.{0 if self.config.shared_lm_head else head}.weight")
-            x: Tensor = batch.last_hidden[:, : columns - 2 - head].to(lm_head.dtype)
+            x: Tensor = batch.last_hidden[:, : columns - 2].to(lm_head.dtype)
             for layer in range(self.config.num_layers):
                 block = f"blocks.{head}.{layer}"
                 bias = self.weight(f"{block}.bias") if self.config.bias else None

@@ -42,7 +42,8 @@ class Step:
     """The output of one step for all elements.
 
     Attributes:
-        hidden: ``[rows, n, hidden]`` input of the output head for the elements t < n.
+        hidden: ``[rows, columns - 2, hidden]`` input of the output head for the elements. At step i, the last
+            i of them predict no token of the text; nothing else depends on their values.
         lm_head: ``[draft_vocab, hidden]`` weight of the output head.
     """
 
@@ -96,10 +97,7 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
-        """Yield the steps 0 .. ``steps - 1``; each is computed when it is requested.
-
-        Step i has ``columns - 2 - i`` elements, those that predict a token of the text.
-        """
+        """Yield the steps 0 .. ``steps - 1``; each is computed when it is requested."""
 
     def trained(self) -> Any:
         """Return the current weights without gradients, as an object of the same type as the initial ones."""
@@ -124,6 +122,7 @@ class Objective(nn.Module, ABC):
             total: sums a tensor over all processes. The losses are divided by the number of elements of all
                 processes, so their sum over the processes is the loss of the whole batch.
         """
+        batch = batch.rounded()
         predicted = torch.stack([self._predicted(batch, 1 + step) for step in range(self.steps)])
         elements, columns = predicted.flatten(1), batch.tokens.shape[1]
         taught = elements.any(dim=0)
@@ -161,6 +160,7 @@ class Objective(nn.Module, ABC):
                 compares coupled drafts with the tokens of a text that the target sampled at temperature 1
                 (:func:`~specdec_ext.training.objectives.noise.noise_of_choice`).
         """
+        columns, batch = batch.tokens.shape[1], batch.rounded()
         ends = torch.stack([self._predicted(batch, 1 + step) for step in range(steps)])
         # Element t is column t + 1 of step 0, t + 2 of step 1, ...
         n = batch.tokens.shape[1] - 1 - steps
@@ -184,7 +184,7 @@ class Objective(nn.Module, ABC):
                 drafted = logits.argmax(dim=-1)
                 right.append((drafted if ids is None else ids[drafted]) == wanted)
             accepted.append(torch.cat(right) if right else follow.bool())
-        places = rows * batch.tokens.shape[1] + at
+        places = rows * columns + at
         return Agreement(places, torch.stack(accepted, dim=1))
 
     @torch.no_grad()
@@ -200,7 +200,7 @@ class Objective(nn.Module, ABC):
             logits = teacher.logits(part)
             best = logits.amax(dim=-1)
             if ids is not None:
-                logits = logits[:, ids]
+                logits = logits.index_select(1, ids)
             known.append(logits.amax(dim=-1) == best)
             probs.append(logits.softmax(dim=-1))
         return torch.cat(probs), torch.cat(known)
