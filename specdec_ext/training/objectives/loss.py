@@ -48,23 +48,23 @@ class _SoftCrossEntropy(torch.autograd.Function):
         wanted = any(ctx.needs_input_grad[:2])
         rounded = weight.to(hidden.dtype)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
+        # Added elements are zero, so they change no gradient of the weight.
+        n, spare = len(hidden), -len(hidden) % _ROWS
+        hidden, rows = F.pad(hidden, (0, 0, 0, spare)), F.pad(rows, (0, spare))
         by_hidden = torch.empty_like(hidden)
         by_weight = torch.zeros_like(weight, dtype=wide)
         size = max(1, _LOGITS // len(weight) // _ROWS) * _ROWS
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            count = len(hidden[part])
-            padded = F.pad(hidden[part], (0, 0, 0, -count % _ROWS))
-            logits = (padded @ rounded.mT)[:count].to(wide).mul_(scale)
+        for start in range(0, n, size):
+            part, count = slice(start, start + size), n - start
+            logits = (hidden[part] @ rounded.mT).to(wide).mul_(scale)
             log_probs = logits.log_softmax(dim=-1)
             expected = teacher[rows[part]].to(wide)
-            loss -= torch.dot(expected.view(-1), log_probs.view(-1))
+            loss -= torch.dot(expected[:count].view(-1), log_probs[:count].view(-1))
             if wanted:
                 by_logits = log_probs.exp_().sub_(expected).mul_(scale).to(hidden.dtype)
-                by_logits = F.pad(by_logits, (0, 0, 0, -count % _ROWS))
-                by_hidden[part] = (by_logits @ rounded)[:count]
-                by_weight += by_logits.mT @ padded
-        ctx.save_for_backward(by_hidden, by_weight.to(weight.dtype))
+                by_hidden[part] = by_logits @ rounded
+                by_weight += by_logits.mT @ hidden[part]
+        ctx.save_for_backward(by_hidden[:n], by_weight.to(weight.dtype))
         return loss
 
     @staticmethod

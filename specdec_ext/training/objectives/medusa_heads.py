@@ -30,10 +30,11 @@ class MedusaObjective(Objective):
         self.deepest = heads.config.num_heads
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
-        columns = batch.tokens.shape[1]
+        # All weights have one dtype.
+        hidden = batch.last_hidden[:, :-2].to(self.weight("lm_heads.0.weight").dtype)
         for head in range(steps):
             lm_head = self.weight(f"lm_heads.{0 if self.config.shared_lm_head else head}.weight")
-            x: Tensor = batch.last_hidden[:, : columns - 2].to(lm_head.dtype)
+            x: Tensor = hidden
             for layer in range(self.config.num_layers):
                 block = f"blocks.{head}.{layer}"
                 bias = self.weight(f"{block}.bias") if self.config.bias else None
