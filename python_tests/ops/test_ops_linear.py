@@ -211,11 +211,11 @@ def test_a_row_does_not_depend_on_the_others(in_features, dtype, linear):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_several_passes(dtype):
-    """A pass takes 32 rows in the order for few rows, and 256 in the order for many and on matrix units."""
-    input, weight, bias = random_arguments(520, 300, 70, dtype)
+    """A pass takes 32 rows in the order for few rows, and 512 in the order for many and on matrix units."""
+    input, weight, bias = random_arguments(1040, 300, 70, dtype)
     for linear in (FEW, MANY, TRANSPOSED):
         together = linear(input, weight, bias)
-        for rows in (slice(250, 262), slice(255, 520), slice(0, 257)):
+        for rows in (slice(506, 518), slice(511, 1040), slice(0, 513)):
             assert torch.equal(linear(input[rows], weight, bias), together[rows])
 
 

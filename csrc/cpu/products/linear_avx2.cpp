@@ -63,6 +63,9 @@ struct Float32 : Avx2, IntegerPacking {
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm256_fmadd_ps(w, x, sums);
   }
+  SPECDEC_LINEAR_INLINE static void multiply_add_all(Vector& sums, Operand w, const float* p) {
+    multiply_add(sums, w, broadcast(p));
+  }
 
   SPECDEC_LINEAR_INLINE static Vector widen(const float* p) { return _mm256_loadu_ps(p); }
   SPECDEC_LINEAR_INLINE static Vector widen(const BFloat16* p) {

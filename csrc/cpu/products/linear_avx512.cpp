@@ -66,6 +66,10 @@ struct Float32 : Avx512, IntegerPacking {
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm512_fmadd_ps(w, x, sums);
   }
+  // One instruction, where compilers would load the number for several vectors with another one.
+  SPECDEC_LINEAR_INLINE static void multiply_add_all(Vector& sums, Operand w, const float* p) {
+    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(w), "m"(*p));
+  }
 
   SPECDEC_LINEAR_INLINE static Vector widen(const float* p) { return _mm512_loadu_ps(p); }
   SPECDEC_LINEAR_INLINE static Vector widen(const BFloat16* p) {
@@ -162,6 +166,12 @@ struct BFloat16Dot : Avx512 {
   SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+v"(x)); }
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x);
+  }
+  SPECDEC_LINEAR_INLINE static void multiply_add_all(Vector& sums, Operand w, const BFloat16* p) {
+    using Pair = BFloat16[2];
+    asm("vdpbf16ps %2%{1to16%}, %1, %0"
+        : "+v"(sums)
+        : "v"(w), "m"(*reinterpret_cast<const Pair*>(p)));
   }
 };
 

@@ -64,6 +64,9 @@ struct Portable {
       }
     }
   }
+  SPECDEC_LINEAR_INLINE static void multiply_add_all(Vector& sums, const Operand& w, const T* p) {
+    multiply_add(sums, w, broadcast(p));
+  }
 
   // Vectors of float32 are operands, too.
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Vector& w, const Operand& x) {

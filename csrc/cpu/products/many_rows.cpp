@@ -1,4 +1,4 @@
-// Products of many input rows, of transposed weights, and on matrix units: passes of up to 256 rows.
+// Products of many input rows, of transposed weights, and on matrix units: passes of up to 512 rows.
 // A pass packs its inputs, then runs one parallel loop over groups of output columns
 // (many_rows_kernel.h, matrix_units_kernel.h).
 #include "many_rows.h"
@@ -22,11 +22,11 @@ void many_rows_linears(const PassProducts& code, std::span<const LinearParams> p
     const size_t size = code.packed_size(params, rows);
     if (packed.size() < size) packed.resize(size);
     float* inputs = packed.data();
-    const int64_t blocks = (rows + kPackedRows - 1) / kPackedRows;
-    const int64_t block_work = kPackedRows * params.in_features + 1;
+    const int64_t blocks = (rows + code.packed_rows - 1) / code.packed_rows;
+    const int64_t block_work = code.packed_rows * params.in_features + 1;
     parallel_for(blocks, kPackGrain / block_work + 1, [&](int64_t begin, int64_t end) {
-      code.pack_inputs(params, row, rows, begin * kPackedRows, std::min(rows, end * kPackedRows),
-                       inputs);
+      code.pack_inputs(params, row, rows, begin * code.packed_rows,
+                       std::min(rows, end * code.packed_rows), inputs);
     });
     parallel_for(groups, product_grain(kManyOuts, params.in_features, rows),
                  [&](int64_t begin, int64_t end) {

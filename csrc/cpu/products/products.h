@@ -69,9 +69,9 @@ struct LinearPass {
   const std::byte* inputs;
 };
 
-constexpr int64_t kManyPassRows = 256;
+constexpr int64_t kManyPassRows = 512;
 constexpr int64_t kManyOuts = 32;    // weight rows that a thread takes at least
-constexpr int64_t kPackedRows = 8;   // input rows that a thread packs at least
+constexpr int64_t kTransposed = 8;   // rows, and words of them, that formats transpose at a time
 constexpr int64_t kManyBlock = 256;  // elements of in_features that have a sum of their own
 
 // Up to kManyPassRows rows of a product for many rows, with the inputs as `pack_inputs` writes them.
@@ -84,10 +84,11 @@ struct ManyRowsPass {
 
 // Products that are computed in ManyRowsPasses.
 struct PassProducts {
+  int64_t packed_rows;  // that a thread packs at least
   // Number of float32 that the packed inputs of a pass take.
   int64_t (*packed_size)(const LinearParams& params, int64_t rows);
   // Packs rows [begin, end) of those from params.input's `first_row` on, of `rows` in the pass. `begin`
-  // is a multiple of kPackedRows.
+  // is a multiple of packed_rows.
   void (*pack_inputs)(const LinearParams& params, int64_t first_row, int64_t rows, int64_t begin,
                       int64_t end, float* packed);
   // Writes the pass's rows of output[:, first_out:end_out].
@@ -96,7 +97,7 @@ struct PassProducts {
 
 template <class Kernel>
 PassProducts pass_products() {
-  return {Kernel::packed_size, Kernel::pack_inputs, Kernel::run};
+  return {Kernel::kPackedRows, Kernel::packed_size, Kernel::pack_inputs, Kernel::run};
 }
 
 // The products of one element type and kind on one instruction set.

@@ -2,7 +2,7 @@
 // They use the formats of linear_kernel.h, and from each also
 //
 //   kManyRows                                   number of input rows in a register block
-//   broadcast(p)                                see panel_kernel.h
+//   multiply_add_all(vector, weights, p)        multiply_add with broadcast(p) (panel_kernel.h)
 //   add(vector, vector)
 //   transpose(rows, column, out, stride)        out[j * stride + i] = rows[i][column + j] for i and
 //                                               j below kTransposed
@@ -27,32 +27,29 @@
 
 namespace specdec::cpu {
 
-constexpr int64_t kTransposed = 8;
-
 // `Source` is the type of weights and packed inputs, `Stored` that of inputs, biases and outputs.
 template <class F, class Source, class Stored, ProductKind kKind>
 class ManyRowsKernel {
  public:
+  // Whole register blocks, of about kTransposed rows.
+  static constexpr int64_t kPackedRows =
+      (kTransposed + F::kManyRows - 1) / F::kManyRows * F::kManyRows;
+
   static int64_t packed_size(const LinearParams& params, int64_t rows) {
     return (num_words(params.in_features) + kWords - 1) / kWords * rows * kUnits;
   }
 
-  // Packed inputs are [blocks of in_features][rows][kUnits].
+  // Packed inputs are [blocks of in_features][blocks of block_rows(rows) rows][kUnits][rows of the
+  // block], so that a register block reads them in the order of memory.
   SPECDEC_LINEAR_TARGET static void pack_inputs(const LinearParams& params, int64_t first_row,
                                                 int64_t rows, int64_t begin, int64_t end,
                                                 float* packed) {
-    for (int64_t r = begin; r < end; ++r) {
-      const Stored* input =
-          static_cast<const Stored*>(params.input) + input_offset(params, first_row + r);
-      for (int64_t first = 0; first < num_words(params.in_features); first += kWords) {
-        float* units = packed + first * kWordUnits * rows + r * kUnits;
-        if constexpr (kWordUnits == 1) {
-          copy_words(input, params.in_features, first, units);
-        } else {
-          float words[kWords];
-          copy_words(input, params.in_features, first, words);
-          split_words(words, units);
-        }
+    const int64_t words = num_words(params.in_features);
+    for (int64_t row = begin; row < end; row += block_rows(rows)) {
+      const int64_t count = std::min(block_rows(rows), end - row);
+      for (int64_t first = 0; first < words; first += kWords) {
+        float* block = packed + first * kWordUnits * rows + row * kUnits;
+        pack_block(params, first_row + row, count, first, std::min(kWords, words - first), block);
       }
     }
   }
@@ -60,7 +57,7 @@ class ManyRowsKernel {
   SPECDEC_LINEAR_TARGET static void run(const ManyRowsPass& pass, int64_t first_out,
                                         int64_t end_out) {
     if constexpr (kKind == ProductKind::kColumns) {
-      if (pass.rows <= kPassRows) return ColumnsKernel<F, Stored>::run(pass, first_out, end_out);
+      if (has_few_rows(pass.rows)) return ColumnsKernel<F, Stored>::run(pass, first_out, end_out);
     }
     alignas(64) float sums[kManyPassRows * kGroupOuts];
     const int64_t words = num_words(pass.params.in_features);
@@ -91,7 +88,7 @@ class ManyRowsKernel {
   static constexpr int kVectors = 2;
   static constexpr int64_t kVectorOuts = kLanes / F::kParts;
   static constexpr int64_t kOuts = kVectors * kVectorOuts;
-  static constexpr int64_t kGroupOuts = 64;
+  static constexpr int64_t kGroupOuts = 128;
   static constexpr int64_t kPerWord = 4 / sizeof(Source);                // elements
   static constexpr int64_t kWordUnits = kPerWord * sizeof(Element) / 4;  // multiplied one by one
   static constexpr int64_t kWords = kManyBlock / kPerWord;
@@ -100,6 +97,13 @@ class ManyRowsKernel {
   static constexpr int64_t kAhead = 16;  // columns that are prefetched
   static_assert(kManyOuts % kOuts == 0 && kGroupOuts % kOuts == 0 && kWords % kTransposed == 0);
 
+  // Whether columns_kernel.h multiplies so many rows, whose inputs are packed one by one.
+  static constexpr bool has_few_rows(int64_t rows) {
+    return kKind == ProductKind::kColumns && rows <= kPassRows;
+  }
+  static constexpr int64_t block_rows(int64_t rows) {
+    return has_few_rows(rows) ? 1 : F::kManyRows;
+  }
   static int64_t num_words(int64_t ins) { return (ins + kPerWord - 1) / kPerWord; }
 
   // Copies words [first, first + kWords) of a row; zeros follow its last element.
@@ -116,15 +120,66 @@ class ManyRowsKernel {
     std::memset(reinterpret_cast<std::byte*>(words) + bytes, 0, kWords * sizeof(float) - bytes);
   }
 
-  // The second bfloat16 of each word, then the first, as float32.
-  SPECDEC_LINEAR_INLINE static void split_words(const float* words, float* units) {
-    uint32_t pairs[kWords];
-    uint64_t split[kWords];
-    std::memcpy(pairs, words, sizeof(pairs));
-    for (int64_t i = 0; i < kWords; ++i) {
-      split[i] = (pairs[i] & 0xFFFF0000u) | uint64_t{pairs[i]} << 48;
+  // Returns `words` words of a row from `first` on, and zeros up to a multiple of kTransposed: where
+  // they are, or a copy.
+  template <class T>
+  SPECDEC_LINEAR_INLINE static const float* words_of(const T* row, int64_t ins, int64_t first,
+                                                     int64_t words, float* copy) {
+    if constexpr (std::is_same_v<T, Source>) {
+      if (words % kTransposed == 0 && (first + words) * kPerWord <= ins) {
+        return reinterpret_cast<const float*>(row + first * kPerWord);
+      }
     }
-    std::memcpy(units, split, sizeof(split));
+    copy_words(row, ins, first, copy);
+    return copy;
+  }
+
+  // Stores words of kTransposed rows as [units][stride].
+  SPECDEC_LINEAR_INLINE static void transpose(const float* const* rows, int64_t word, float* units,
+                                              int64_t stride) {
+    if constexpr (kWordUnits == 1) {
+      F::transpose(rows, word, units, stride);
+    } else {
+      F::transpose_split(rows, word, units, stride);
+    }
+  }
+
+  // Stores a block of `count` input rows as [units][count].
+  SPECDEC_LINEAR_TARGET static void pack_block(const LinearParams& params, int64_t first_row,
+                                               int64_t count, int64_t first, int64_t words,
+                                               float* packed) {
+    const Stored* inputs = static_cast<const Stored*>(params.input);
+    if constexpr (kWordUnits == 1) {
+      if (count == 1) {
+        return copy_words(inputs + input_offset(params, first_row), params.in_features, first,
+                          packed);
+      }
+    }
+    alignas(64) float copied[kTransposed][kWords];
+    for (int64_t i = 0; i < count; i += kTransposed) {
+      // The last rows are packed with some before them again, to be kTransposed.
+      const int64_t begin = std::max<int64_t>(0, std::min(i, count - kTransposed));
+      const int64_t some = std::min(count, kTransposed);
+      const float* rows[kTransposed];
+      for (int64_t j = 0; j < kTransposed; ++j) {
+        const int64_t row = first_row + begin + std::min(j, some - 1);
+        rows[j] = words_of(inputs + input_offset(params, row), params.in_features, first, words,
+                           copied[j]);
+      }
+      for (int64_t word = 0; word < words; word += kTransposed) {
+        float* own = packed + word * kWordUnits * count + begin;
+        if (some == kTransposed) {
+          transpose(rows, word, own, count);
+        } else {
+          alignas(64) float units[kTransposed * kWordUnits][kTransposed];
+          transpose(rows, word, units[0], kTransposed);
+          for (const auto& unit : units) {
+            for (int64_t j = 0; j < some; ++j) own[j] = unit[j];
+            own += count;
+          }
+        }
+      }
+    }
   }
 
   // Prefetches one of `parts` parts of the block at `place`. All of it at once would wait for the
@@ -142,6 +197,18 @@ class ManyRowsKernel {
     }
   }
 
+  // A store to a line that is not in a cache would wait for it.
+  SPECDEC_LINEAR_INLINE static void prefetch_outputs(const ManyRowsPass& pass, int64_t row,
+                                                     int64_t rows, int64_t out) {
+    const Stored* outputs = static_cast<const Stored*>(pass.params.output) +
+                            (pass.first_row + row) * pass.params.output_stride + out;
+    for (int64_t r = 0; r < rows; ++r, outputs += pass.params.output_stride) {
+      for (int64_t i = 0; i < kOuts; i += kStepBytes / sizeof(Stored)) {
+        __builtin_prefetch(outputs + i, 1, 2);
+      }
+    }
+  }
+
   // Multiplies a block of in_features: `words` words from `first` on. The block at `following` is
   // the next one.
   SPECDEC_LINEAR_TARGET static void add_block(const ManyRowsPass& pass, int64_t out, int64_t end,
@@ -151,6 +218,7 @@ class ManyRowsKernel {
     alignas(64) float panel[kUnits * kOuts];
     const float* inputs = pass.inputs + first * kWordUnits * pass.rows;
     const int64_t blocks = (pass.rows + F::kManyRows - 1) / F::kManyRows;
+    const bool is_last = first + words == num_words(pass.params.in_features);
     for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
       load_panel(pass.params, panel_out, std::min(end, panel_out + kOuts), first, words, panel);
       const Place next = panel_out + kOuts < end ? Place{panel_out + kOuts, first} : following;
@@ -160,6 +228,7 @@ class ManyRowsKernel {
         if constexpr (kKind == ProductKind::kRows) {
           prefetch(pass.params, next, row / F::kManyRows, blocks);
         }
+        if (is_last) prefetch_outputs(pass, row, rows, panel_out);
         kFunctions[rows - 1](panel, inputs + row * kUnits, words * kWordUnits, first == 0,
                              panel_sums + row * kOuts);
       }
@@ -199,8 +268,6 @@ class ManyRowsKernel {
                                                     float* panel) {
     constexpr bool kHasCodes = kKind == ProductKind::kFloatCodes;
     alignas(64) float copied[kTransposed][kWords];
-    const bool is_whole =
-        words % kTransposed == 0 && (first + words) * kPerWord <= params.in_features;
     for (int64_t i = 0; i < kOuts; i += kTransposed) {
       const float* rows[kTransposed];
       if constexpr (kHasCodes) {
@@ -217,19 +284,12 @@ class ManyRowsKernel {
             static_cast<const Source*>(params.weight) + row_out * params.weight_stride;
         if (row_out >= end) {
           std::fill_n(copied[j], kWords, 0.0f);
-        } else if (is_whole) {
-          rows[j] = reinterpret_cast<const float*>(row + first * kPerWord);
         } else {
-          copy_words(row, params.in_features, first, copied[j]);
+          rows[j] = words_of(row, params.in_features, first, words, copied[j]);
         }
       }
       for (int64_t word = 0; word < words; word += kTransposed) {
-        float* columns = panel + word * kWordUnits * kOuts + i;
-        if constexpr (kWordUnits == 1) {
-          F::transpose(rows, word, columns, kOuts);
-        } else {
-          F::transpose_split(rows, word, columns, kOuts);
-        }
+        transpose(rows, word, panel + word * kWordUnits * kOuts + i, kOuts);
       }
     }
   }
@@ -247,14 +307,15 @@ class ManyRowsKernel {
     SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
       block[i / kVectors][i % kVectors] = F::zero();
     }
+#pragma GCC unroll 4
     for (int64_t unit = 0; unit < units; ++unit) {
       Operand w[kVectors];
       SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) {
         w[i] = F::load(elements(panel + unit * kOuts + i * kVectorOuts));
       }
       SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
-        const Operand x = F::broadcast(elements(inputs + r * kUnits + unit));
-        SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) F::multiply_add(block[r][i], w[i], x);
+        const Element* x = elements(inputs + unit * kRows + r);
+        SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) F::multiply_add_all(block[r][i], w[i], x);
       }
     }
     SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
@@ -271,26 +332,24 @@ class ManyRowsKernel {
   SPECDEC_LINEAR_TARGET static void finish(const ManyRowsPass& pass, int64_t out, int64_t end,
                                            const float* sums) {
     const LinearParams& params = pass.params;
-    for (int64_t panel_out = out; panel_out < end; panel_out += kOuts) {
-      const int64_t count = std::min(kOuts, end - panel_out);
-      float bias[kOuts] = {};
-      if (params.bias) {
-        for (int64_t i = 0; i < count; ++i) {
-          bias[i] = to_float(static_cast<const Stored*>(params.bias)[panel_out + i]);
-        }
+    float bias[kGroupOuts] = {};
+    if (params.bias) {
+      for (int64_t i = out; i < end; ++i) {
+        bias[i - out] = to_float(static_cast<const Stored*>(params.bias)[i]);
       }
-      const float* panel_sums = sums + (panel_out - out) * pass.rows;
-      for (int64_t r = 0; r < pass.rows; ++r) {
-        Stored* output = static_cast<Stored*>(params.output) +
-                         (pass.first_row + r) * params.output_stride + panel_out;
+    }
+    for (int64_t r = 0; r < pass.rows; ++r) {
+      Stored* output =
+          static_cast<Stored*>(params.output) + (pass.first_row + r) * params.output_stride + out;
+      for (int64_t first = 0; first < end - out; first += kOuts) {
+        const float* row_sums = sums + first * pass.rows + r * kOuts;
         Stored rounded[kOuts];
-        for (int64_t i = 0; i < kOuts; ++i) {
-          from_float(panel_sums[r * kOuts + i] + bias[i], rounded + i);
-        }
-        if (count == kOuts) {  // a size that compilers know takes no call
-          std::memcpy(output, rounded, sizeof(rounded));
+        for (int64_t i = 0; i < kOuts; ++i) from_float(row_sums[i] + bias[first + i], rounded + i);
+        const int64_t count = end - out - first;
+        if (count >= kOuts) {  // a size that compilers know takes no call
+          std::memcpy(output + first, rounded, sizeof(rounded));
         } else {
-          std::memcpy(output, rounded, count * sizeof(Stored));
+          std::memcpy(output + first, rounded, count * sizeof(Stored));
         }
       }
     }

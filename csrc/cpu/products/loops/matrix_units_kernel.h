@@ -25,6 +25,8 @@ namespace specdec::cpu {
 template <class Tiles, class Group>
 class MatrixUnitsKernel {
  public:
+  static constexpr int64_t kPackedRows = kTransposed;
+
   static int64_t packed_size(const LinearParams& params, int64_t rows) {
     return num_blocks(rows) * block_words(rows, params.in_features);
   }
@@ -33,20 +35,20 @@ class MatrixUnitsKernel {
                                                 int64_t rows, int64_t begin, int64_t end,
                                                 float* packed) {
     const int64_t columns = num_columns(rows), ins = params.in_features;
-    const int64_t count = std::min(columns, kPackedRows);  // at a time
+    const int64_t count = std::min(columns, kTransposed);  // at a time
     for (int64_t first = begin; first < end; first += count) {
-      const float* inputs[kPackedRows];
+      const float* inputs[kTransposed];
       for (int64_t i = 0; i < count; ++i) {  // a column beyond the last row is a copy of it
         const int64_t row = first_row + std::min(first + i, rows - 1);
         inputs[i] = reinterpret_cast<const float*>(static_cast<const BFloat16*>(params.input) +
                                                    input_offset(params, row));
       }
       float* column = packed + first / kTile * block_words(rows, ins) + first % kTile;
-      const int64_t words = ins / 2, whole = words / kPackedRows * kPackedRows;
+      const int64_t words = ins / 2, whole = words / kTransposed * kTransposed;
       if (count == 1) {
         std::memcpy(column, inputs[0], whole * sizeof(float));
       } else {
-        for (int64_t word = 0; word < whole; word += kPackedRows) {
+        for (int64_t word = 0; word < whole; word += kTransposed) {
           Tiles::transpose(inputs, word, column + word * columns, columns);
         }
       }
@@ -78,7 +80,7 @@ class MatrixUnitsKernel {
 
   // Whole packed rows, but one row is packed as it is.
   static int64_t num_columns(int64_t rows) {
-    return rows == 1 ? 1 : rows <= kPackedRows ? kPackedRows : kTile;
+    return rows == 1 ? 1 : rows <= kTransposed ? kTransposed : kTile;
   }
   static int64_t num_blocks(int64_t rows) { return (rows + kTile - 1) / kTile; }
   static int64_t num_steps(int64_t ins) { return Group::num_steps(ins); }

@@ -170,6 +170,8 @@ struct BytesGroup : UnitGroup {
 template <class Tiles, class F>
 class UnitIntegersKernel {
  public:
+  static constexpr int64_t kPackedRows = kTransposed;
+
   static int64_t packed_size(const LinearParams& params, int64_t rows) {
     const int64_t own = rows == 1 ? 1 : kBlockRows;
     return num_blocks(rows, own) * block_size(params, own);
@@ -196,7 +198,7 @@ class UnitIntegersKernel {
 
  private:
   static constexpr int64_t kTile = UnitGroup::kTile;
-  static constexpr int64_t kBlockRows = kPackedRows;
+  static constexpr int64_t kBlockRows = kTransposed;
   static constexpr int64_t kStepIns = SplitIntegers::kInputs;
   static constexpr int64_t kWords = kStepIns / 4;  // of four inputs
   static constexpr int64_t kGroupTiles = UnitGroup::kGroupTiles;
@@ -248,15 +250,15 @@ class UnitIntegersKernel {
         bytes[kRows + r] = reinterpret_cast<const float*>(split[r].low);
       }
       float* words = block.words + step * kWords * 2 * kRows;
-      for (int64_t word = 0; word < kWords; word += kPackedRows) {
+      for (int64_t word = 0; word < kWords; word += kTransposed) {
         float* own = words + word * 2 * kRows;
         if constexpr (kRows == 1) {
-          for (int64_t i = 0; i < kPackedRows; ++i) {
+          for (int64_t i = 0; i < kTransposed; ++i) {
             std::memcpy(own + 2 * i, bytes[0] + word + i, sizeof(float));
             std::memcpy(own + 2 * i + 1, bytes[1] + word + i, sizeof(float));
           }
         } else {
-          static_assert(kRows == kPackedRows);
+          static_assert(kRows == kTransposed);
           Tiles::transpose(bytes, word, own, 2 * kRows);
           Tiles::transpose(bytes + kRows, word, own + kRows, 2 * kRows);
         }
