@@ -107,41 +107,44 @@ class MatrixUnitsKernel {
       for (int64_t row = 0; row < pass.rows; row += 2 * kTile) {
         const Inputs inputs = inputs_of(pass, row);
         if (pass.rows - row <= kTile) {
-          add_steps<1>(tiles, group, 0, inputs);
+          add_block(tiles, group, inputs);
           store_sums<1>(tiles, pass, group, 0, row);
           continue;
         }
         for (int64_t i = 0; i * kTile < group.outs; i += kGroupTiles / 2) {
-          add_steps<2>(tiles, group, i, inputs);
+          add_blocks(tiles, group, i, inputs);
           store_sums<2>(tiles, pass, group, i, row);
         }
       }
     }
   }
 
-  // Sums the products of kBlocks blocks of input rows with the weight tiles from `first` on. Tile i
-  // of the sums is that of weight tile i / kBlocks and block i % kBlocks.
-  template <int kBlocks>
-  SPECDEC_LINEAR_TARGET static void add_steps(Tiles& tiles, Group& group, int64_t first,
-                                              const Inputs& inputs) {
-    clear_sums(tiles);
+  // Sums the products of a block of input rows with one weight tile after the other: hardware
+  // prefetchers can follow 16 weight rows. Register i has the sums of tile i.
+  template <int kSums = 0>
+  SPECDEC_LINEAR_TARGET static void add_block(Tiles& tiles, Group& group, const Inputs& inputs) {
+    const int64_t row_bytes = inputs.columns * sizeof(float);
+    tiles.template clear<kSums>();
     for (int64_t step = 0; step < group.steps; ++step) {
-      add_step<kBlocks>(tiles, group, first, inputs, step);
+      tiles.template load<6>(inputs.words + step * kTile * inputs.columns, row_bytes);
+      tiles.template load<4>(group.tile(kSums, step), group.stride);
+      tiles.template multiply_add<kSums, 4, 6>();
       group.prepare_next(step);
+    }
+    if constexpr (kSums + 1 < kGroupTiles) {
+      if ((kSums + 1) * kTile < group.outs) add_block<kSums + 1>(tiles, group, inputs);
     }
   }
 
-  template <int kBlocks>
-  SPECDEC_LINEAR_INLINE static void add_step(Tiles& tiles, const Group& group, int64_t first,
-                                             const Inputs& inputs, int64_t step) {
+  // Sums the products of two blocks of input rows with the weight tiles `first` and `first` + 1: those
+  // of tile i / 2 and block i % 2 in register i.
+  SPECDEC_LINEAR_TARGET static void add_blocks(Tiles& tiles, Group& group, int64_t first,
+                                               const Inputs& inputs) {
     const int64_t row_bytes = inputs.columns * sizeof(float);
-    const float* words = inputs.words + step * kTile * inputs.columns;
-    tiles.template load<6>(words, row_bytes);
-    if constexpr (kBlocks == 1) {
-      multiply_tiles(tiles, group, step, [&]<int kSums, int kLeft>() SPECDEC_LINEAR_TARGET {
-        tiles.template multiply_add<kSums, kLeft, 6>();
-      });
-    } else {
+    clear_sums(tiles);
+    for (int64_t step = 0; step < group.steps; ++step) {
+      const float* words = inputs.words + step * kTile * inputs.columns;
+      tiles.template load<6>(words, row_bytes);
       tiles.template load<7>(words + inputs.block_words, row_bytes);
       tiles.template load<4>(group.tile(first, step), group.stride);
       tiles.template multiply_add<0, 4, 6>();
@@ -149,10 +152,11 @@ class MatrixUnitsKernel {
       tiles.template load<5>(group.tile(first + 1, step), group.stride);
       tiles.template multiply_add<2, 5, 6>();
       tiles.template multiply_add<3, 5, 7>();
+      group.prepare_next(step);
     }
   }
 
-  // Writes the outputs of add_steps<kBlocks>, for input rows from `row` on.
+  // Writes the sums of kBlocks blocks of input rows, from `row` on.
   template <int kBlocks>
   SPECDEC_LINEAR_TARGET static void store_sums(Tiles& tiles, const ManyRowsPass& pass,
                                                const Group& group, int64_t first, int64_t row) {

@@ -86,8 +86,8 @@ struct UnitGroup {
   alignas(kStepBytes) float bias[kGroupOuts] = {};
 };
 
-// With several blocks of input rows, the next group is prefetched into L2, some lines in each step. With
-// one block, all steps read new weights, so that enough of them are on their way.
+// In each step, some lines of later weights are prefetched into L2, in the order of memory, in which
+// hardware prefetchers follow: the next tile's if there is one block of input rows, else the next group's.
 struct RowsGroup : UnitGroup {
   SPECDEC_LINEAR_INLINE RowsGroup(const ManyRowsPass& pass, int64_t first_out, int64_t end_out)
       : UnitGroup(pass.params, kStep, first_out, end_out) {
@@ -96,12 +96,14 @@ struct RowsGroup : UnitGroup {
     } else {
       copy_rows(weight_row(params, out), params.weight_stride);
     }
-    const int64_t next = out + outs, blocks = pass.rows / kTile;
-    if (pass.rows <= kTile || next >= end_out) return;
+    // One block of input rows takes the tiles one by one; pairs of blocks take pairs of tiles.
+    const bool is_block = pass.rows <= kTile;
+    const int64_t next = out + (is_block ? kTile : outs);
+    const int64_t sweeps = is_block ? kGroupTiles : pass.rows / kTile;
     next_ = weight_row(params, next);
     end_ = weight_row(params, std::min(end_out, next + kGroupOuts));
     const int64_t lines = kGroupOuts * params.weight_stride / kStep;
-    lines_per_step_ = lines / std::max<int64_t>(1, blocks * steps) + 1;
+    lines_per_step_ = lines / std::max<int64_t>(1, sweeps * steps) + 1;
   }
 
   SPECDEC_LINEAR_INLINE void prepare_next(int64_t) {
