@@ -174,7 +174,11 @@ class ManyRowsKernel {
           alignas(64) float units[kTransposed * kWordUnits][kTransposed];
           transpose(rows, word, units[0], kTransposed);
           for (const auto& unit : units) {
-            for (int64_t j = 0; j < some; ++j) own[j] = unit[j];
+            if (some == F::kManyRows) {  // a size that compilers know takes no call
+              std::memcpy(own, unit, std::min<int64_t>(F::kManyRows, kTransposed) * sizeof(float));
+            } else {
+              std::memcpy(own, unit, some * sizeof(float));
+            }
             own += count;
           }
         }
