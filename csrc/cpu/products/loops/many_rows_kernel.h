@@ -17,7 +17,8 @@
 // of kOuts weight rows, blocks of input rows. A panel's block of in_features is transposed into L1
 // (16 or 32 KiB), where all input rows use it. The block of all inputs stays in L2 while the group's
 // panels use it. While a panel is multiplied, the weights of the next one are prefetched into L2, some
-// lines at a time. Columns are copied into L1. With few input rows, columns_kernel.h reads them where
+// lines at a time, and in the last block the lines of the outputs, which are stored row by row when the
+// group is complete. Columns are copied into L1. With few input rows, columns_kernel.h reads them where
 // they are.
 #pragma once
 
@@ -201,7 +202,6 @@ class ManyRowsKernel {
     }
   }
 
-  // A store to a line that is not in a cache would wait for it.
   SPECDEC_LINEAR_INLINE static void prefetch_outputs(const ManyRowsPass& pass, int64_t row,
                                                      int64_t rows, int64_t out) {
     const Stored* outputs = static_cast<const Stored*>(pass.params.output) +
