@@ -13,7 +13,8 @@ from peers.process import Failed, Process
 from peers.programs import PLAIN, PROGRAMS, Format, Program
 from peers.storage import built
 
-PRECISIONS = ("f32", "bf16", "int8", "int4")
+# int4 has groups of 32 weights that share a scale, int4-64 groups of 64.
+PRECISIONS = ("f32", "bf16", "int8", "int4", "int4-64")
 
 
 @dataclass(frozen=True)

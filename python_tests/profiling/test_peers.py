@@ -19,7 +19,7 @@ from helpers.peers.fake_program import Counting, Dying, Short
 from helpers.places import ROOT
 from peers import environments, models, process, race, results
 from peers.cases import Work
-from peers.contestants import Contestant, contestants
+from peers.contestants import PRECISIONS, Contestant, contestants
 from peers.process import Failed, Process
 from peers.programs import OWN, PROGRAMS
 from peers.storage import built
@@ -107,7 +107,7 @@ def test_only_the_bundled_model_has_drafts():
 
 
 def test_a_contestant_needs_the_precision_and_titles_differ():
-    found = contestants("bundled", PROGRAMS, ["f32", "bf16", "int8", "int4"])
+    found = contestants("bundled", PROGRAMS, PRECISIONS)
     titles = [each.title for each in found]
     assert len({*titles}) == len(titles)
     assert "CTranslate2, int8" in titles and not any(

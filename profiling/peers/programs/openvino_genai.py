@@ -13,8 +13,11 @@ from peers.programs.hugging_face import LOOKUP
 from peers.versions import TORCH
 
 CACHE_GB = 1  # of keys and values, in the scheduler of the pipeline
-# Options of ``optimum-cli export openvino`` beside the format; int4 has groups of 64 and a scale for each.
-EXPORT: dict[str, list[str]] = {"int4": ["--group-size", "64", "--sym"]}
+# Format -> weight format of ``optimum-cli export openvino`` and its options, where it has another name.
+EXPORT: dict[str, list[str]] = {
+    "int4-32": ["int4", "--group-size", "32", "--sym"],
+    "int4-64": ["int4", "--group-size", "64", "--sym"],
+}
 # What is computed in, by format; without it, the processor decides.
 HINTS = {"fp32": "f32", "fp16": "bf16"}
 
@@ -31,7 +34,8 @@ class OpenVino(Program):
         "f32": Format("fp32", 4),
         "bf16": Format("fp16", 2),
         "int8": Format("int8", 1),
-        "int4": Format("int4", 0.5 + 2 / 64),
+        "int4": Format("int4-32", 0.5 + 2 / 32),
+        "int4-64": Format("int4-64", 0.5 + 2 / 64),
     }
     ways: ClassVar = {PLAIN: True, LOOKUP: False}
 
@@ -39,8 +43,8 @@ class OpenVino(Program):
     def export(model: Path, out: Path, format: str) -> None:
         tool = Path(sys.executable).with_name("optimum-cli")
         command = [str(tool), "export", "openvino", "-m", str(model)]
-        command += ["--task", "text-generation-with-past", "--weight-format", format]
-        subprocess.run([*command, *EXPORT.get(format, []), str(out)], check=True)
+        command += ["--task", "text-generation-with-past", "--weight-format"]
+        subprocess.run([*command, *EXPORT.get(format, [format]), str(out)], check=True)
 
     def __init__(self, files: Path, format: str, way: str, threads: int):
         import openvino_genai
