@@ -172,20 +172,6 @@ SPECDEC_LINEAR_INLINE void clear_sums(Tiles& tiles) {
   tiles.template clear<3>();
 }
 
-// Calls multiply.template operator()<sums, left factors>() for each weight tile of a step.
-template <class Tiles, class Group, typename Multiply>
-SPECDEC_LINEAR_INLINE void multiply_tiles(Tiles& tiles, const Group& group, int64_t step,
-                                          const Multiply& multiply) {
-  tiles.template load<4>(group.tile(0, step), group.stride);
-  multiply.template operator()<0, 4>();
-  tiles.template load<5>(group.tile(1, step), group.stride);
-  multiply.template operator()<1, 5>();
-  tiles.template load<4>(group.tile(2, step), group.stride);
-  multiply.template operator()<2, 4>();
-  tiles.template load<5>(group.tile(3, step), group.stride);
-  multiply.template operator()<3, 5>();
-}
-
 // Stores the four tiles of sums one after the other.
 template <class Tiles>
 SPECDEC_LINEAR_INLINE void store_tiles(Tiles& tiles, void* sums, int64_t row_bytes) {

@@ -359,9 +359,14 @@ class UnitIntegersKernel {
     constexpr int64_t kRowWords = 2 * kRows, kRowBytes = kRowWords * sizeof(float);
     clear_sums(tiles);
     tiles.template load<6>(inputs.words + step * kWords * kRowWords, kRowBytes);
-    multiply_tiles(tiles, group, step, [&]<int kSums, int kLeft>() SPECDEC_LINEAR_TARGET {
-      tiles.template add_bytes<kSums, kLeft, 6>();
-    });
+    tiles.template load<4>(group.tile(0, step), group.stride);
+    tiles.template add_bytes<0, 4, 6>();
+    tiles.template load<5>(group.tile(1, step), group.stride);
+    tiles.template add_bytes<1, 5, 6>();
+    tiles.template load<4>(group.tile(2, step), group.stride);
+    tiles.template add_bytes<2, 4, 6>();
+    tiles.template load<5>(group.tile(3, step), group.stride);
+    tiles.template add_bytes<3, 5, 6>();
     store_tiles(tiles, sums.tiles, kRowBytes);
   }
 
