@@ -258,6 +258,17 @@ def test_a_scale_that_is_not_finite_spoils_only_its_output(dtype, ins):
     assert outputs[:, 2].isnan().all() and outputs[:, [0, 1, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@dtypes
+@pytest.mark.parametrize("ins", [32, 64, 96, 100])
+def test_scales_of_earlier_products_spoil_nothing(kind, dtype, ins):
+    """A thread keeps the memory of its tables of scales."""
+    spoilt, weight = random_weight(kind, 25, 640), random_weight(kind, 25, ins)
+    spoilt.scales.fill_(torch.nan)
+    assert ops.linear(torch.ones(3, 640, dtype=dtype), spoilt).isnan().all()
+    assert ops.linear(torch.ones(3, ins, dtype=dtype), weight).isfinite().all()
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_an_input_that_is_not_finite_spoils_only_its_row(kind, number):

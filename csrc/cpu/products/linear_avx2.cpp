@@ -144,9 +144,6 @@ struct Float32 : Avx2, IntegerPacking {
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
   }
-  SPECDEC_LINEAR_INLINE static void subtract_eight(Integers& sums, Integers inputs) {
-    sums = _mm256_sub_epi32(sums, _mm256_slli_epi32(inputs, 3));
-  }
   SPECDEC_LINEAR_INLINE static Vector to_floats(Integers integers) {
     return _mm256_cvtepi32_ps(integers);
   }

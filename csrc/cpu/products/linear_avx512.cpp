@@ -135,9 +135,6 @@ struct Float32 : Avx512, IntegerPacking {
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
     sums = _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
   }
-  SPECDEC_LINEAR_INLINE static void subtract_eight(Integers& sums, Integers inputs) {
-    sums = _mm512_sub_epi32(sums, _mm512_slli_epi32(inputs, 3));
-  }
   SPECDEC_LINEAR_INLINE static Vector to_floats(Integers integers) {
     return _mm512_cvtepi32_ps(integers);
   }
@@ -146,6 +143,13 @@ struct Float32 : Avx512, IntegerPacking {
                                  _mm512_broadcast_f32x4(_mm_loadu_ps(p)));
   }
   SPECDEC_LINEAR_INLINE static Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+};
+
+// With AVX-512 VNNI. Compilers that may use the instruction would use it elsewhere, too.
+struct Float32Dot : Float32 {
+  SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, const Words& b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "vm"(b));
+  }
 };
 
 SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
@@ -354,7 +358,10 @@ struct AmxLinearTiles : AmxTiles, Transposes {
 };
 
 Products vector_products(FloatType type, ProductKind kind) {
-  if (kind != ProductKind::kRows) return wide_products<Float32>(type, kind);
+  if (kind != ProductKind::kRows) {
+    return cpu_has_avx512_vnni() ? wide_products<Float32, Float32Dot>(type, kind)
+                                 : wide_products<Float32>(type, kind);
+  }
   if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
   return cpu_has_avx512_bf16() ? products_with<BFloat16Dot, BFloat16Dot>()
                                : products_with<BFloat16Split, Float32>();

@@ -202,9 +202,6 @@ struct Portable {
           a.value[2 * lane] * b.value[2 * lane] + a.value[2 * lane + 1] * b.value[2 * lane + 1];
     }
   }
-  SPECDEC_LINEAR_INLINE static void subtract_eight(Integers& sums, const Integers& inputs) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) sums.value[lane] -= 8 * inputs.value[lane];
-  }
   SPECDEC_LINEAR_INLINE static Operand to_floats(const Integers& integers) {
     Operand floats;
     for (int64_t lane = 0; lane < kLanes; ++lane) {

@@ -47,7 +47,7 @@ inline bool are_integers(ProductKind kind) {
 constexpr int64_t kIntegerInputs = 128;
 struct alignas(kStepBytes) IntegerInputs {
   int16_t numbers[4][kIntegerInputs / 4];
-  int32_t sums[kLanes];  // of a lane's numbers
+  int32_t sums[kLanes];  // of a lane's numbers, times -8 for codes that are less 8
   float scales[kLanes];  // 2^(e - 15) of a lane's 64 inputs, or NaN
 };
 

@@ -23,6 +23,11 @@ CpuIsa choose() {
   return best;
 }
 
+// Whether parts of AVX-512 may be used that not all processors with it have.
+[[maybe_unused]] bool may_use_all_of_avx512() {
+  return cpu_isa() == CpuIsa::kAvx512 && std::getenv("SPECDEC_CPU_ISA") == nullptr;
+}
+
 // Whether the processor has AMX for bfloat16 and bytes (and GFNI, as all of them have), and the system
 // lets this process use its registers, which a process has to ask for.
 bool has_amx() {
@@ -64,9 +69,16 @@ CpuIsa best_cpu_isa() {
 
 bool cpu_has_avx512_bf16() {
 #ifdef SPECDEC_X86
-  static const bool has = cpu_isa() == CpuIsa::kAvx512 &&
-                          std::getenv("SPECDEC_CPU_ISA") == nullptr &&
-                          __builtin_cpu_supports("avx512bf16");
+  static const bool has = may_use_all_of_avx512() && __builtin_cpu_supports("avx512bf16");
+  return has;
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_avx512_vnni() {
+#ifdef SPECDEC_X86
+  static const bool has = may_use_all_of_avx512() && __builtin_cpu_supports("avx512vnni");
   return has;
 #else
   return false;

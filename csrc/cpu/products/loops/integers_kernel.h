@@ -11,7 +11,6 @@
 //   split_nibbles(codes, split)       IntegerInputs
 //   zero_integers(), load_words(p), load_integers(p)
 //   add_products(sums, words, words)  adds two neighbouring products to each sum
-//   subtract_eight(sums, inputs)      sums -= 8 * inputs
 //   to_floats(integers)               an Operand
 //   spread(p)                         p[0] four times, p[1] four times, ...
 //   multiply(vector, vector)
@@ -54,6 +53,10 @@ class IntegersKernel {
         const int64_t half = in / kShared % 2;
         pack_shared(own, half, unit[in / kIntegerInputs * stride]);
       }
+      if (params.codes.bits == 8 || params.codes.has_offsets) continue;
+      for (int64_t i = 0; i < count; ++i) {
+        for (int32_t& sum : unit[i * stride].sums) sum *= -8;
+      }
     }
   }
 
@@ -89,8 +92,8 @@ class IntegersKernel {
     F::pack_integers(inputs, up, half, unit);
   }
 
-  // A number for each block of kCodeBlock inputs of the outputs of a tile: scales and offsets. Those
-  // of consecutive outputs are `stride` apart.
+  // A number for each block of kCodeBlock inputs of the outputs of a tile: scales and offsets, zeros in
+  // blocks that do not exist. Those of consecutive outputs are `stride` apart, whole units.
   struct Table {
     const float* scales;
     const float* offsets;
@@ -104,13 +107,12 @@ class IntegersKernel {
         void (*)(const LinearPass&, int64_t row, int64_t out, int64_t end_out, Table);
     static constexpr BlockFunction kFunctions[] = {run_block<kKind, kHasOffsets, kIndex + 1>...};
     thread_local std::vector<float> numbers;
-    const WeightCodes& codes = pass.params.codes;
-    const int64_t blocks = (pass.params.in_features + kCodeBlock - 1) / kCodeBlock;
-    numbers.resize(std::max<size_t>(numbers.size(), 2 * kTileOuts * blocks + kFilled));
-    const Table table{numbers.data(), numbers.data() + kTileOuts * blocks, blocks};
+    const int64_t stride = num_integer_units(pass.params.in_features) * kUnitBlocks;
+    numbers.resize(std::max<size_t>(numbers.size(), 2 * kTileOuts * stride + kFilled));
+    const Table table{numbers.data(), numbers.data() + kTileOuts * stride, stride};
     for (int64_t out = first_out; out < end_out; out += kTileOuts) {
       const int64_t end = std::min(end_out, out + kTileOuts);
-      spread_groups(codes, out, end, blocks, numbers.data());
+      spread_groups(pass.params, out, end, stride, numbers.data());
       for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
         const int64_t rows = std::min(pass.block_rows, pass.rows - row);
         kFunctions[rows - 1](pass, row, out, end, table);
@@ -119,40 +121,46 @@ class IntegersKernel {
   }
 
   // Fills a table for outputs [out, end).
-  SPECDEC_LINEAR_INLINE static void spread_groups(const WeightCodes& codes, int64_t out,
-                                                  int64_t end, int64_t blocks, float* numbers) {
-    const int64_t first = out * codes.groups, count = (end - out) * codes.groups;
+  SPECDEC_LINEAR_INLINE static void spread_groups(const LinearParams& params, int64_t out,
+                                                  int64_t end, int64_t stride, float* numbers) {
+    const WeightCodes& codes = params.codes;
+    const int64_t first = out * codes.groups, count = end - out;
     if (codes.has_offsets) {
       const float* pairs = static_cast<const float*>(codes.scales) + 2 * first;
-      spread(codes, count, blocks, [=](int64_t g) { return pairs[2 * g]; }, numbers);
+      spread(params, count, stride, [=](int64_t g) { return pairs[2 * g]; }, numbers);
       spread(
-          codes, count, blocks, [=](int64_t g) { return pairs[2 * g + 1]; },
-          numbers + kTileOuts * blocks);
+          params, count, stride, [=](int64_t g) { return pairs[2 * g + 1]; },
+          numbers + kTileOuts * stride);
     } else if (codes.scale_type == FloatType::kFloat32) {
       const float* scales = static_cast<const float*>(codes.scales) + first;
-      spread(codes, count, blocks, [=](int64_t g) { return scales[g]; }, numbers);
+      spread(params, count, stride, [=](int64_t g) { return scales[g]; }, numbers);
     } else {
       const BFloat16* scales = static_cast<const BFloat16*>(codes.scales) + first;
-      spread(codes, count, blocks, [=](int64_t g) { return to_float(scales[g]); }, numbers);
+      spread(params, count, stride, [=](int64_t g) { return to_float(scales[g]); }, numbers);
     }
   }
 
-  // Writes number(g) for each block of group g, of `count` groups of several outputs.
+  // Writes number(g) for each block of group g, of all groups of `count` outputs, and zeros behind the last
+  // block of an output.
   template <typename Number>
-  SPECDEC_LINEAR_INLINE static void spread(const WeightCodes& codes, int64_t count, int64_t blocks,
-                                           const Number& number, float* numbers) {
-    if (codes.groups == blocks) {
-      for (int64_t g = 0; g < count; ++g) numbers[g] = number(g);
-      return;
-    }
-    const int64_t each = codes.groups == 1 ? blocks : codes.group_size / kCodeBlock;
-    for (int64_t g = 0; g < count; numbers += blocks) {
-      for (int64_t first = 0; first < blocks; first += each) {
-        const float value = number(g++);
-        const int64_t end = std::min(blocks, first + each);
-        // What is beyond the end is overwritten by the next group, or unused.
-        for (int64_t i = first; i < end; i += kFilled) std::fill_n(numbers + i, kFilled, value);
+  SPECDEC_LINEAR_INLINE static void spread(const LinearParams& params, int64_t count,
+                                           int64_t stride, const Number& number, float* numbers) {
+    const int64_t groups = params.codes.groups;
+    const int64_t blocks = (params.in_features + kCodeBlock - 1) / kCodeBlock;
+    const int64_t each = groups == 1 ? blocks : params.codes.group_size / kCodeBlock;
+    for (int64_t g = 0; count > 0; --count, g += groups, numbers += stride) {
+      if (each == 1) {
+        for (int64_t i = 0; i < groups; ++i) numbers[i] = number(g + i);
+      } else {
+        for (int64_t i = 0; i < groups; ++i) {
+          const float value = number(g + i);
+          const int64_t end = std::min(blocks, (i + 1) * each);
+          // What is beyond the end is overwritten, or unused.
+          for (int64_t b = i * each; b < end; b += kFilled)
+            std::fill_n(numbers + b, kFilled, value);
+        }
       }
+      std::fill(numbers + blocks, numbers + stride, 0.0f);
     }
   }
 
@@ -185,6 +193,10 @@ class IntegersKernel {
     const uint8_t* rows[kOuts];
     SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, out + i);
     const int64_t next = kOuts * params.weight_stride;
+    // Codes behind those of a row are multiplied by zeros.
+    const int64_t blocks = (ins + kCodeBlock - 1) / kCodeBlock;
+    const uint8_t* end_of_codes = Own::row(params, params.out_features - 1) +
+                                  (Own::kBits == 8 ? ins : blocks * kCodeBlock / 2);
     BlockSums<F, kRows, kOuts> sums;
     clear_block<F, kRows, kOuts>(sums);
     int64_t in = 0;
@@ -206,21 +218,14 @@ class IntegersKernel {
       const int64_t byte = in * Own::kBits / 8, block = in / kCodeBlock;
       const IntegerInputs* last = inputs + in / kIntegerInputs * kRows;
       SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
-        const int64_t number = i * table.stride + block;
-        if (in + kPartIns <= ins) {
-          add_part<kKind, kHasOffsets, kRows>(rows[i] + byte, table, number, last, part, i, sums);
-          continue;
+        const uint8_t* codes = rows[i] + byte;
+        uint8_t padded[kPartBytes] = {};
+        if (codes + kPartBytes > end_of_codes) {
+          std::memcpy(padded, codes, end_of_codes - codes);
+          codes = padded;
         }
-        uint8_t codes[kPartBytes] = {};
-        float scales[kUnitBlocks] = {}, offsets[kUnitBlocks] = {};
-        const int64_t own_blocks = table.stride - block;
-        std::memcpy(codes, rows[i] + byte,
-                    Own::kBits == 8 ? ins - in : own_blocks * kCodeBlock / 2);
-        std::memcpy(scales, table.scales + number, own_blocks * sizeof(float));
-        if (kHasOffsets) {
-          std::memcpy(offsets, table.offsets + number, own_blocks * sizeof(float));
-        }
-        add_part<kKind, kHasOffsets, kRows>(codes, {scales, offsets, 0}, 0, last, part, i, sums);
+        add_part<kKind, kHasOffsets, kRows>(codes, table, i * table.stride + block, last, part, i,
+                                            sums);
       }
     }
     finish_block<F, Stored, kRows, kOuts>(params, pass.first_row + row, out, sums);
@@ -242,12 +247,11 @@ class IntegersKernel {
     const Vector scale = F::spread(table.scales + number);
     SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
       const IntegerInputs& input = inputs[r];
-      Integers dots = F::zero_integers();
+      const Integers of_inputs = F::load_integers(input.sums + part * kPartLanes);
+      Integers dots = kKind == CodeKind::kNibbles && !kHasOffsets ? of_inputs : F::zero_integers();
       SPECDEC_UNROLL for (int k = 0; k < 4; ++k) {
         F::add_products(dots, split[k], F::load_words(input.numbers[k] + part * 2 * kPartLanes));
       }
-      const Integers of_inputs = F::load_integers(input.sums + part * kPartLanes);
-      if (kKind == CodeKind::kNibbles && !kHasOffsets) F::subtract_eight(dots, of_inputs);
       const Vector shared = F::load_lanes(input.scales + part * kPartLanes);
       F::multiply_add(sums[r][i][part], F::multiply(scale, shared), F::to_floats(dots));
       if constexpr (kHasOffsets) {

@@ -369,8 +369,9 @@ Products products_with() {
           pass_products<ManyRows>(),   {}};
 }
 
-// The products of codes or columns with the format F of float32, for inputs and outputs of a type.
-template <class F, class Stored>
+// The products of codes or columns with the format F of float32, for inputs and outputs of a type; those of
+// integers with the format Integers.
+template <class F, class Integers, class Stored>
 Products wide_products(ProductKind kind) {
   if (kind == ProductKind::kColumns) {
     using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
@@ -383,18 +384,18 @@ Products wide_products(ProductKind kind) {
                     pass_products<ManyRows>(),          {}};
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (are_integers(kind)) {
-      products.block_rows = IntegersKernel<F, Stored>::block_rows;
-      products.pack_integers = IntegersKernel<F, Stored>::pack;
-      products.linear = IntegersKernel<F, Stored>::run;
+      products.block_rows = IntegersKernel<Integers, Stored>::block_rows;
+      products.pack_integers = IntegersKernel<Integers, Stored>::pack;
+      products.linear = IntegersKernel<Integers, Stored>::run;
     }
   }
   return products;
 }
 
-template <class F>
+template <class F, class Integers = F>
 Products wide_products(FloatType type, ProductKind kind) {
-  return type == FloatType::kFloat32 ? wide_products<F, float>(kind)
-                                     : wide_products<F, BFloat16>(kind);
+  return type == FloatType::kFloat32 ? wide_products<F, Integers, float>(kind)
+                                     : wide_products<F, Integers, BFloat16>(kind);
 }
 
 }  // namespace specdec::cpu

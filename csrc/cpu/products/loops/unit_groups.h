@@ -14,6 +14,26 @@
 
 namespace specdec::cpu {
 
+// The bytes [next, end) of weights that are multiplied later. In each of some steps, lines of them are
+// prefetched into L2, in the order of memory, in which hardware prefetchers follow.
+struct LaterLines {
+  SPECDEC_LINEAR_INLINE void set(const void* first, const void* last, int64_t size, int64_t steps) {
+    next = static_cast<const std::byte*>(first);
+    end = static_cast<const std::byte*>(last);
+    each = size / std::max<int64_t>(1, steps * kStepBytes) + 1;
+  }
+
+  SPECDEC_LINEAR_INLINE void prefetch() {
+    for (int64_t i = 0; i < each && next < end; ++i, next += kStepBytes) {
+      __builtin_prefetch(next, 0, 2);
+    }
+  }
+
+  const std::byte* next = nullptr;
+  const std::byte* end = nullptr;
+  int64_t each = 0;  // lines of a step
+};
+
 struct UnitGroup {
   static constexpr int64_t kTile = 16;  // rows, or words of a row
   static constexpr int64_t kStep = 2 * kTile;
@@ -86,8 +106,7 @@ struct UnitGroup {
   alignas(kStepBytes) float bias[kGroupOuts] = {};
 };
 
-// In each step, some lines of later weights are prefetched into L2, in the order of memory, in which
-// hardware prefetchers follow: the next tile's if there is one block of input rows, else the next group's.
+// Prefetches the next tile if there is one block of input rows, else the next group.
 struct RowsGroup : UnitGroup {
   SPECDEC_LINEAR_INLINE RowsGroup(const ManyRowsPass& pass, int64_t first_out, int64_t end_out)
       : UnitGroup(pass.params, kStep, first_out, end_out) {
@@ -100,22 +119,14 @@ struct RowsGroup : UnitGroup {
     const bool is_block = pass.rows <= kTile;
     const int64_t next = out + (is_block ? kTile : outs);
     const int64_t sweeps = is_block ? kGroupTiles : pass.rows / kTile;
-    next_ = weight_row(params, next);
-    end_ = weight_row(params, std::min(end_out, next + kGroupOuts));
-    const int64_t lines = kGroupOuts * params.weight_stride / kStep;
-    lines_per_step_ = lines / std::max<int64_t>(1, sweeps * steps) + 1;
+    later_.set(weight_row(params, next), weight_row(params, std::min(end_out, next + kGroupOuts)),
+               kGroupOuts * params.weight_stride * sizeof(BFloat16), sweeps * steps);
   }
 
-  SPECDEC_LINEAR_INLINE void prepare_next(int64_t) {
-    for (int64_t i = 0; i < lines_per_step_ && next_ < end_; ++i, next_ += kStep) {
-      __builtin_prefetch(next_, 0, 2);
-    }
-  }
+  SPECDEC_LINEAR_INLINE void prepare_next(int64_t) { later_.prefetch(); }
 
  private:
-  const BFloat16* next_ = nullptr;
-  const BFloat16* end_ = nullptr;
-  int64_t lines_per_step_ = 0;
+  LaterLines later_;
 };
 
 // Weights beyond in_features are those of any code.

@@ -44,6 +44,8 @@ struct BytesGroup : UnitGroup {
   SPECDEC_LINEAR_TARGET BytesGroup(const LinearParams& own, int64_t first_out, int64_t end_out)
       : UnitGroup(own, kStepIns, first_out, end_out) {
     read_scales();
+    later_.set(code_row(outs), code_row(std::min(end_out - out, outs + kGroupOuts)),
+               kGroupOuts * params.weight_stride, steps);
     if constexpr (kCodes == CodeKind::kNibbles) {
       copy_ = make_copy<uint8_t>(2 * kChunkLines);
       set_tiles(copy_, kChunkSteps * kStepIns);
@@ -67,7 +69,9 @@ struct BytesGroup : UnitGroup {
   }
 
   SPECDEC_LINEAR_INLINE void prepare_next(int64_t step) {
-    if constexpr (kCodes == CodeKind::kNibbles) {
+    if constexpr (kCodes == CodeKind::kBytes) {
+      later_.prefetch();
+    } else {
       const int64_t tile = step % kChunkSteps, next = step - tile + kChunkSteps;
       if (next < steps) expand_tile(tile, next);
     }
@@ -154,10 +158,13 @@ struct BytesGroup : UnitGroup {
         }
         continue;
       }
-      for (int64_t step = 0; step * kStepIns < left; ++step) {
+      for (int64_t step = 0; step < left / kStepIns; ++step) {
+        expand_step(step, row + step * kStored);
+      }
+      if (left % kStepIns > 0) {
+        const int64_t step = left / kStepIns;
         uint8_t padded[kStored] = {};
-        const int64_t blocks =
-            std::min(kStepIns, left - step * kStepIns + kCodeBlock - 1) / kCodeBlock;
+        const int64_t blocks = (left % kStepIns + kCodeBlock - 1) / kCodeBlock;
         std::memcpy(padded, row + step * kStored, blocks * (kCodeBlock / 2));
         expand_step(step, padded);
       }
@@ -165,6 +172,7 @@ struct BytesGroup : UnitGroup {
   }
 
   uint8_t* copy_ = nullptr;
+  LaterLines later_;  // of codes of 8 bits; those of 4 bits are prefetched where they are expanded
 };
 
 template <class Tiles, class F>

@@ -30,6 +30,9 @@ CpuIsa cpu_isa();
 // SPECDEC_CPU_ISA is not set.
 bool cpu_has_avx512_bf16();
 
+// Whether to use AVX-512's products of integers (VNNI), on the same conditions.
+bool cpu_has_avx512_vnni();
+
 // What multiplies tiles of bfloat16: nothing, the matrix units of the processor (AMX), or plain code
 // with the same bits, which is slow.
 enum class MatrixUnits { kNone, kAmx, kEmulated };
