@@ -20,18 +20,18 @@ struct LaterLines {
   SPECDEC_LINEAR_INLINE void set(const void* first, const void* last, int64_t size, int64_t steps) {
     next = static_cast<const std::byte*>(first);
     end = static_cast<const std::byte*>(last);
-    each = size / std::max<int64_t>(1, steps * kStepBytes) + 1;
+    size_of_step = (size / std::max<int64_t>(1, steps * kStepBytes) + 1) * kStepBytes;
   }
 
   SPECDEC_LINEAR_INLINE void prefetch() {
-    for (int64_t i = 0; i < each && next < end; ++i, next += kStepBytes) {
-      __builtin_prefetch(next, 0, 2);
-    }
+    const std::byte* last = end - next > size_of_step ? next + size_of_step : end;
+#pragma GCC unroll 4
+    for (; next < last; next += kStepBytes) __builtin_prefetch(next, 0, 2);
   }
 
   const std::byte* next = nullptr;
   const std::byte* end = nullptr;
-  int64_t each = 0;  // lines of a step
+  int64_t size_of_step = 0;
 };
 
 struct UnitGroup {
