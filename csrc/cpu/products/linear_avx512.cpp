@@ -145,7 +145,8 @@ struct Float32 : Avx512, IntegerPacking {
   SPECDEC_LINEAR_INLINE static Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 };
 
-// With AVX-512 VNNI. Compilers that may use the instruction would use it elsewhere, too.
+// With AVX-512 VNNI. The instruction is assembly, because a compiler that knows it could use it in functions
+// for processors without it.
 struct Float32Dot : Float32 {
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, const Words& b) {
     asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "vm"(b));

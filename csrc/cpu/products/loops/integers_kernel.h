@@ -156,8 +156,9 @@ class IntegersKernel {
           const float value = number(g + i);
           const int64_t end = std::min(blocks, (i + 1) * each);
           // What is beyond the end is overwritten, or unused.
-          for (int64_t b = i * each; b < end; b += kFilled)
+          for (int64_t b = i * each; b < end; b += kFilled) {
             std::fill_n(numbers + b, kFilled, value);
+          }
         }
       }
       std::fill(numbers + blocks, numbers + stride, 0.0f);

@@ -27,6 +27,7 @@
 #pragma once
 
 #include <array>
+#include <cstring>
 #include <utility>
 
 #include "cpu/products/products.h"
@@ -38,6 +39,17 @@ namespace specdec::cpu {
 
 constexpr int64_t kInputBytes = 16384;  // a block's chunk of inputs, half of L1
 constexpr int64_t kChunkBytes = 2048;   // of one row, if the pass is no stream
+
+// Copies the first `count` of kMost elements, or all of them if there are fewer. A size that compilers know
+// takes no call.
+template <int64_t kMost, class Element>
+SPECDEC_LINEAR_INLINE void copy_first(const Element* from, int64_t count, Element* to) {
+  if (count >= kMost) {
+    std::memcpy(to, from, kMost * sizeof(Element));
+  } else {
+    std::memcpy(to, from, count * sizeof(Element));
+  }
+}
 
 // The sums of a register block: of kRows input rows and kOuts weight rows, in F::kParts vectors.
 template <class F, int kRows, int kOuts>

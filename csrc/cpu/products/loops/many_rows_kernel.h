@@ -175,11 +175,7 @@ class ManyRowsKernel {
           alignas(64) float units[kTransposed * kWordUnits][kTransposed];
           transpose(rows, word, units[0], kTransposed);
           for (const auto& unit : units) {
-            if (some == F::kManyRows) {  // a size that compilers know takes no call
-              std::memcpy(own, unit, std::min<int64_t>(F::kManyRows, kTransposed) * sizeof(float));
-            } else {
-              std::memcpy(own, unit, some * sizeof(float));
-            }
+            copy_first<std::min<int64_t>(F::kManyRows, kTransposed)>(unit, some, own);
             own += count;
           }
         }
@@ -349,12 +345,7 @@ class ManyRowsKernel {
         const float* row_sums = sums + first * pass.rows + r * kOuts;
         Stored rounded[kOuts];
         for (int64_t i = 0; i < kOuts; ++i) from_float(row_sums[i] + bias[first + i], rounded + i);
-        const int64_t count = end - out - first;
-        if (count >= kOuts) {  // a size that compilers know takes no call
-          std::memcpy(output + first, rounded, sizeof(rounded));
-        } else {
-          std::memcpy(output + first, rounded, count * sizeof(Stored));
-        }
+        copy_first<kOuts>(rounded, end - out - first, output + first);
       }
     }
   }

@@ -208,11 +208,7 @@ SPECDEC_LINEAR_TARGET void write_outputs(const ManyRowsPass& pass, const UnitGro
   BFloat16* output = static_cast<BFloat16*>(pass.params.output) +
                      (pass.first_row + row) * pass.params.output_stride + group.out + out;
   for (int64_t r = 0; r < rows; ++r, output += pass.params.output_stride) {
-    if (outs == kTile) {  // a size that compilers know takes no call
-      std::memcpy(output, rounded[r], sizeof(rounded[r]));
-    } else {
-      std::memcpy(output, rounded[r], outs * sizeof(BFloat16));
-    }
+    copy_first<kTile>(rounded[r], outs, output);
   }
 }
 
