@@ -49,7 +49,7 @@ Made for demonstrations, tests and benchmarks of `specdec_ext`.
 | hidden states it reads | {layers} (inputs of these layers; {last} is the output of the last one) |
 | made for | `{target}`, weights `{fingerprint}` (`specdec_ext.heads.checkpoints.weights_fingerprint`) |
 | trained on | {texts:,} steps, {tokens:,} tokens, with repetitions: beginnings of Python files, continued by the target |
-| training took | {minutes:.0f} minutes on two cores that were {busy} |
+| training took | {minutes:.0f} minutes on {processor} |
 
 The table shows the mean acceptance length (bonus token included) and the conditional acceptance of each position
 (accepted if the position before was accepted), for greedy chains of {depth} and {new_tokens} new tokens per prompt in float32.
@@ -158,9 +158,9 @@ def print_measured(head: Head = TRAINED) -> None:
 @app.command()
 def export(
     head: Head = TRAINED,
-    busy: Annotated[
-        str, typer.Option(help="State of the cores during training, for the model card.")
-    ] = "idle",
+    processor: Annotated[
+        str, typer.Option(help="What the training ran on, for the model card.")
+    ] = "two idle cores",
 ) -> None:
     """Copy a head into the package, measure it and write its model card."""
     folder = assets.FOLDER / NAME
@@ -187,7 +187,7 @@ def export(
         texts=len(history),
         tokens=sum(progress.tokens for progress in history),
         minutes=sum(progress.seconds for progress in history) / 60,
-        busy=busy,
+        processor=processor,
         depth=DEPTH,
         new_tokens=NEW_TOKENS,
         positions=" | ".join(map(str, range(1, DEPTH + 1))),

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Number of logits in memory at a time; small enough for a CPU cache.
-_LOGITS = 1 << 20
+# Number of logits in memory at a time: on a CPU few enough for its cache; elsewhere enough to occupy the
+# device, because the host launches each part anew.
+_LOGITS_CPU, _LOGITS_DEVICE = 1 << 20, 1 << 26
 # Matrix products have a multiple of this number of rows; Batch.rounded gives the reason.
 _ROWS = 32
 
@@ -53,7 +54,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         hidden, rows = F.pad(hidden, (0, 0, 0, spare)), F.pad(rows, (0, spare))
         by_hidden = torch.empty_like(hidden)
         by_weight = torch.zeros_like(weight, dtype=wide)
-        size = max(1, _LOGITS // len(weight) // _ROWS) * _ROWS
+        at_once = _LOGITS_CPU if hidden.device.type == "cpu" else _LOGITS_DEVICE
+        size = max(1, at_once // len(weight) // _ROWS) * _ROWS
         for start in range(0, n, size):
             part, count = slice(start, start + size), n - start
             logits = (hidden[part] @ rounded.mT).to(wide).mul_(scale)
