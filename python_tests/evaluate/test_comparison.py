@@ -1,5 +1,7 @@
 """``compare_runs`` distinguishes equal texts, near-ties and bugs."""
 
+from functools import wraps
+
 import pytest
 import torch
 from helpers.models.tiny import prompts, tiny_model
@@ -44,6 +46,32 @@ def test_two_tokens_with_the_same_logits_are_a_near_tie(text):
     second[8] = twin
     verdict = compare_runs(model, first, second, 6)
     assert (verdict.verdict, verdict.position) == ("near-tie", 8)
+
+
+@pytest.mark.parametrize(("steps", "verdict"), [(1, "near-tie"), (2, "bug")])
+def test_two_logits_that_are_neighbours_in_their_dtype_are_a_near_tie(steps, verdict):
+    """All passes give the same logits here, so only the rounding of each logit to bfloat16 is left."""
+    model = tiny_model.__wrapped__("llama").bfloat16()
+    ids, _ = prompts((6,))
+    first = torch.cat([ids[0], torch.tensor([3])])
+    second = torch.cat([ids[0], torch.tensor([5])])
+    logits = torch.zeros(97, dtype=torch.bfloat16)
+    logits[3], logits[5] = 8.0, 8.0 + steps * 2**-4
+    model.forward = _with_logits(model.forward, logits)
+    found = compare_runs(model, first, second, 6)
+    assert (found.verdict, found.gap, found.bound) == (verdict, steps * 2**-4, 2**-4)
+
+
+def _with_logits(forward, logits):
+    """The forward of a model, with these logits at all positions."""
+
+    @wraps(forward)
+    def changed(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = logits.expand_as(output.logits)
+        return output
+
+    return changed
 
 
 def test_invalid_arguments_are_refused(text):

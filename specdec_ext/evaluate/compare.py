@@ -3,7 +3,8 @@
 A 1-row and an n-row matrix product round differently, so in half precision the two largest logits of a
 position may change places. The first difference of two texts is a *near-tie* if the gap between the logits of
 the two tokens is at most twice the rounding error: the largest difference between the position's logits when
-they are computed token by token and in passes over several tokens. Any other difference is a bug.
+they are computed token by token and in passes over several tokens, but at least half the distance of the logits'
+dtype from one number to the next, because each logit is rounded to it. Any other difference is a bug.
 """
 
 from __future__ import annotations
@@ -119,13 +120,15 @@ def compare_runs(
     for length in block_lengths:
         if position - length >= 1:
             others.append(_logits_after(model, prefix, [position - length, length]))
-    bound = 2 * max(float((single - other).abs().max()) for other in others)
-    gap = abs(float(single[first[position]] - single[second[position]]))
+    apart = max(float((single.float() - other.float()).abs().max()) for other in others)
+    two = torch.stack([single[first[position]], single[second[position]]])
+    gap = abs(float(two[0].float() - two[1].float()))
+    bound = max(2 * apart, _spacing(two.abs().max()))
     return ComparedRuns(False, position, "near-tie" if gap <= bound else "bug", gap, bound)
 
 
 def _logits_after(model: PreTrainedModel, ids: Tensor, pieces: list[int]) -> Tensor:
-    """``[vocab]`` float32 logits after ``ids [1, length]``, computed in passes over ``pieces`` tokens."""
+    """``[vocab]`` logits after ``ids [1, length]``, computed in passes over ``pieces`` tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     name: Any = cache_argument(inspect.signature(model.forward).parameters)
     start, logits = 0, None
@@ -134,4 +137,9 @@ def _logits_after(model: PreTrainedModel, ids: Tensor, pieces: list[int]) -> Ten
         logits = model(input_ids=piece, **{name: cache}, use_cache=True).logits[0, -1]
         start += length
     assert logits is not None
-    return logits.float()
+    return logits
+
+
+def _spacing(x: Tensor) -> float:
+    """The distance from a positive number to the next larger one of its dtype."""
+    return float(torch.nextafter(x, torch.full_like(x, math.inf)).float() - x.float())
