@@ -335,10 +335,12 @@ class Controller(Policy):
         tokens = seconds = 0.0
         missing = 1.0  # share of rows without a lookup, for which the model drafts
         if self._offers_lookup:
-            tokens = memory.lookup.tokens * count * self._share
-            seconds = memory.lookup.wider + (memory.drafts.curve(count, LOOKUP)(1) or 0.0)
-            options.append(Option(Source.LOOKUP, LOOKUP, tokens, seconds))
+            tokens, wider = memory.lookup.tokens * count * self._share, memory.lookup.wider
+            lookup = memory.drafts.curve(count, LOOKUP)(1) or 0.0
+            options.append(Option(Source.LOOKUP, LOOKUP, tokens, wider + lookup))
             missing -= memory.lookup.share
+            # The time of the model's drafts includes the lookup that found nothing.
+            seconds = wider + (1 - missing) * lookup
         for kind, shapes in self._shapes.items():
             fitting = [shape for shape in shapes if shape.levels <= max(room, self._shallowest)]
             deepest = max((shape.levels for shape in fitting), default=0)
