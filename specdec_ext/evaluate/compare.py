@@ -2,9 +2,9 @@
 
 A 1-row and an n-row matrix product round differently, so in half precision the two largest logits of a
 position may change places. The first difference of two texts is a *near-tie* if the gap between the logits of
-the two tokens is at most twice the rounding error: the largest difference between the position's logits when
-they are computed token by token and in passes over several tokens, but at least half the distance of the logits'
-dtype from one number to the next, because each logit is rounded to it. Any other difference is a bug.
+the two tokens is at most twice the rounding error, or if the two logits are neighbours in their dtype, to
+which each is rounded. The rounding error is the largest difference between the position's logits when they
+are computed token by token and in passes over several tokens. Any other difference is a bug.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ComparedRuns(Summarised):
         position: column of the first difference, or None.
         verdict: ``"equal"``, ``"near-tie"`` or ``"bug"``.
         gap: absolute difference of the logits of the two tokens at ``position``, computed token by token.
-        bound: largest gap of a near-tie, twice the rounding error at ``position``.
+        bound: largest gap of a near-tie: twice the rounding error at ``position``, at least the distance of
+            neighbours in the logits' dtype.
     """
 
     equal: bool
