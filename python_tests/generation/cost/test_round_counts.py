@@ -85,7 +85,7 @@ def test_recorded_round_is_one_launch_and_one_copy(monkeypatch, engine, drafter)
 
     monkeypatch.setattr(count_round.Counting, "report", report)
     world, options = count_round.bundled_world(), dict(graphs=True, engine=engine)
-    cases = count_round.run([world], [drafter], new_tokens=44, **options)
+    cases = count_round.run([world], [drafter], new_tokens=80, **options)
     assert not found
     assert len(replays) > 3
     for case in cases:
