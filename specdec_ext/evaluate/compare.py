@@ -121,10 +121,10 @@ def compare_runs(
     for length in block_lengths:
         if position - length >= 1:
             others.append(_logits_after(model, prefix, [position - length, length]))
-    apart = max(float((single.float() - other.float()).abs().max()) for other in others)
-    two = torch.stack([single[first[position]], single[second[position]]])
-    gap = abs(float(two[0].float() - two[1].float()))
-    bound = max(2 * apart, _spacing(two.abs().max()))
+    wide, tokens = single.float(), [int(first[position]), int(second[position])]
+    apart = max(float((wide - other.float()).abs().max()) for other in others)
+    gap = abs(float(wide[tokens].diff()))
+    bound = max(2 * apart, _spacing(single[tokens].abs().max()))
     return ComparedRuns(False, position, "near-tie" if gap <= bound else "bug", gap, bound)
 
 

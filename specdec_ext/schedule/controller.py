@@ -340,7 +340,7 @@ class Controller(Policy):
             options.append(Option(Source.LOOKUP, LOOKUP, tokens, wider + lookup))
             missing -= memory.lookup.share
             # The time of the model's drafts includes the lookup that found nothing.
-            seconds = wider + (1 - missing) * lookup
+            seconds = wider + memory.lookup.share * lookup
         for kind, shapes in self._shapes.items():
             fitting = [shape for shape in shapes if shape.levels <= max(room, self._shallowest)]
             deepest = max((shape.levels for shape in fitting), default=0)
