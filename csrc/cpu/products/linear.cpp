@@ -50,24 +50,24 @@ const std::byte* packed_row(const LinearParams& params, int64_t row,
 }
 
 // Copies inputs into the order that LinearPass describes.
-void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t block_rows,
-          Step* packed) {
+void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks, Step* packed) {
   thread_local std::vector<float> converted;
   const int64_t row_bytes = params.in_features * element_size(packed_type(params));
   const int64_t steps = num_steps(params);
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t first = r / block_rows * block_rows;
-    const int64_t stride = std::min(block_rows, rows - first);
-    const std::byte* input = packed_row(params, first_row + r, converted);
-    Step* target = packed + first * steps + (r - first);
-    for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
-      std::memcpy(target[step * stride].bytes, input + step * kStepBytes, kStepBytes);
-    }
-    for (int64_t step = row_bytes / kStepBytes; step < steps; ++step) {
-      const int64_t left = std::max<int64_t>(row_bytes - step * kStepBytes, 0);
-      Step& last = target[step * stride];
-      std::memset(last.bytes, 0, kStepBytes);
-      std::memcpy(last.bytes, input + step * kStepBytes, left);
+  for (int64_t i = 0; i < blocks.count; ++i, packed += blocks.size(i - 1) * steps) {
+    const int64_t rows = blocks.size(i);
+    for (int64_t r = 0; r < rows; ++r) {
+      const std::byte* input = packed_row(params, first_row + blocks.begin(i) + r, converted);
+      Step* target = packed + r;
+      for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
+        std::memcpy(target[step * rows].bytes, input + step * kStepBytes, kStepBytes);
+      }
+      for (int64_t step = row_bytes / kStepBytes; step < steps; ++step) {
+        const int64_t left = std::max<int64_t>(row_bytes - step * kStepBytes, 0);
+        Step& last = target[step * rows];
+        std::memset(last.bytes, 0, kStepBytes);
+        std::memcpy(last.bytes, input + step * kStepBytes, left);
+      }
     }
   }
 }
@@ -78,15 +78,14 @@ void for_each_pass(const LinearParams& params, const Products& code, const Compu
   thread_local std::vector<Step> packed;
   const int64_t steps = num_steps(params);
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
-    const int64_t rows = std::min(kPassRows, params.rows - row);
-    const int64_t block_rows = code.block_rows(rows);
-    if (packed.size() < static_cast<size_t>(rows * steps)) packed.resize(rows * steps);
+    const RowBlocks blocks(std::min(kPassRows, params.rows - row), code.max_rows);
+    packed.resize(std::max<size_t>(packed.size(), blocks.rows * steps));
     if (code.pack_integers) {
-      code.pack_integers(params, row, rows, block_rows, packed.data()->bytes);
+      code.pack_integers(params, row, blocks, packed.data()->bytes);
     } else {
-      pack(params, row, rows, block_rows, packed.data());
+      pack(params, row, blocks, packed.data());
     }
-    compute(LinearPass{params, row, rows, block_rows, steps, packed.data()->bytes});
+    compute(LinearPass{params, row, blocks, steps, packed.data()->bytes});
   }
 }
 
@@ -94,14 +93,14 @@ void few_rows_linears(const Products& code, std::span<const LinearParams> produc
                       const ParallelFor& parallel_for) {
   const int64_t tiles = num_parts(products, kTileOuts);
   for_each_pass(products[0], code, [&](const LinearPass& pass) {
-    parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.rows),
+    parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.blocks.rows),
                  [&](int64_t begin, int64_t end) {
-                   for_each_part(products, kTileOuts, begin, end,
-                                 [&](const LinearParams& params, int64_t first, int64_t last) {
-                                   code.linear({params, pass.first_row, pass.rows, pass.block_rows,
-                                                pass.steps, pass.inputs},
-                                               first, last);
-                                 });
+                   for_each_part(
+                       products, kTileOuts, begin, end,
+                       [&](const LinearParams& params, int64_t first, int64_t last) {
+                         code.linear({params, pass.first_row, pass.blocks, pass.steps, pass.inputs},
+                                     first, last);
+                       });
                  });
   });
 }

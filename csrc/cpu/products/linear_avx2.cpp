@@ -18,6 +18,7 @@ namespace {
 struct Avx2 : Transposes {
   using Vector = __m256;
   static constexpr int kParts = 2;
+  static constexpr bool kIsSpread = true;
   static constexpr int kPanelRows = 2;
   static constexpr int kManyRows = 6;
 
@@ -48,9 +49,7 @@ struct Float32 : Avx2, IntegerPacking {
   using Element = float;
   using Operand = __m256;
   static constexpr int kMaxRows = 3;
-  static constexpr int kStreamRows = 3;
-  static constexpr int kStreamOuts = 6;
-  static constexpr int num_outs(int rows) { return rows == 1 ? 6 : rows == 2 ? 3 : 2; }
+  static constexpr int num_outs(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : 2; }
 
   SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm256_loadu_ps(p); }
   SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
@@ -161,8 +160,6 @@ struct BFloat16Split : Avx2 {
     __m256 odd, even;
   };
   static constexpr int kMaxRows = 2;
-  static constexpr int kStreamRows = 5;
-  static constexpr int kStreamOuts = 1;
   static constexpr int num_outs(int rows) { return rows == 1 ? 4 : 2; }
 
   SPECDEC_LINEAR_INLINE static Operand split(__m256i pairs) {

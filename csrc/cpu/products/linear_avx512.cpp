@@ -25,8 +25,7 @@ struct Avx512 : Transposes {
   using Vector = __m512;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 8;
-  static constexpr int kStreamRows = 1;
-  static constexpr int kStreamOuts = 8;
+  static constexpr bool kIsSpread = false;
   static constexpr int kPanelRows = 8;
   static constexpr int kManyRows = 12;
   static constexpr int num_outs(int rows) {

@@ -29,8 +29,7 @@ struct Portable {
   using Vector = Lanes;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 2;
-  static constexpr int kStreamRows = 2;
-  static constexpr int kStreamOuts = 2;
+  static constexpr bool kIsSpread = true;
   static constexpr int kPanelRows = 2;
   static constexpr int kManyRows = 2;
   static constexpr int num_outs(int) { return 2; }

@@ -56,15 +56,29 @@ inline int64_t num_integer_units(int64_t ins) {
   return std::max<int64_t>(1, (ins + kIntegerInputs - 1) / kIntegerInputs);
 }
 
+// Rows in the smallest number of blocks of at most `most` rows. Blocks are as even as possible: each
+// has `largest` rows or one less.
+struct RowBlocks {
+  int64_t rows;
+  int64_t count;
+  int64_t largest;
+
+  RowBlocks(int64_t rows, int64_t most)
+      : rows(rows), count((rows + most - 1) / most), largest((rows + count - 1) / count) {}
+
+  // The first row of block i, or the end of the last block.
+  int64_t begin(int64_t i) const { return i * rows / count; }
+  int64_t size(int64_t i) const { return begin(i + 1) - begin(i); }
+};
+
 // Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
-// [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
-// Integers are [blocks of block_rows rows][units][rows of the block] of IntegerInputs.
+// [blocks][steps][rows of the block][kStepBytes], zeros beyond in_features. Integers are
+// [blocks][units][rows of the block] of IntegerInputs.
 // Without this copy, rows whose stride is a multiple of 4 KiB would evict each other from L1.
 struct LinearPass {
   const LinearParams& params;
   int64_t first_row;
-  int64_t rows;
-  int64_t block_rows;  // the last block may have fewer
+  RowBlocks blocks;
   int64_t steps;
   const std::byte* inputs;
 };
@@ -102,11 +116,10 @@ PassProducts pass_products() {
 
 // The products of one element type and kind on one instruction set.
 struct Products {
-  // The rows of a block of a LinearPass of `rows` rows.
-  int64_t (*block_rows)(int64_t rows);
-  // Packs `rows` input rows from `first_row` on, if inputs are packed as integers.
-  void (*pack_integers)(const LinearParams& params, int64_t first_row, int64_t rows,
-                        int64_t block_rows, std::byte* packed);
+  int64_t max_rows;  // of a block of a LinearPass
+  // Packs the input rows of blocks that begin at `first_row`, if inputs are packed as integers.
+  void (*pack_integers)(const LinearParams& params, int64_t first_row, const RowBlocks& blocks,
+                        std::byte* packed);
   // Writes the pass's rows of output[:, first_out:end_out].
   void (*linear)(const LinearPass& pass, int64_t first_out, int64_t end_out);
   // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are

@@ -145,15 +145,15 @@ void expand_codes(const CodeBlock& block, float* weights, int64_t stride) {
 template <class F, class Stored>
 class CodesKernel {
  public:
-  static int64_t block_rows(int64_t rows) { return even_part(rows, F::kMaxCodeRows); }
+  static constexpr int64_t kMaxRows = F::kMaxCodeRows;
 
   static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
     constexpr auto kRows = std::make_index_sequence<F::kMaxCodeRows>();
     if constexpr (std::is_same_v<Stored, BFloat16>) {  // others are multiplied as integers
-      run_tiles<CodeKind::kLevels>(pass, first_out, end_out, kRows);
+      run_kind<CodeKind::kLevels>(pass, first_out, end_out, kRows);
     } else {
       with_code_kind(pass.params.codes,
-                     [&]<CodeKind kKind>() { run_tiles<kKind>(pass, first_out, end_out, kRows); });
+                     [&]<CodeKind kKind>() { run_kind<kKind>(pass, first_out, end_out, kRows); });
     }
   }
 
@@ -161,48 +161,67 @@ class CodesKernel {
   static constexpr int kParts = F::kParts;
 
   template <CodeKind kKind, size_t... kIndex>
-  static void run_tiles(const LinearPass& pass, int64_t first_out, int64_t end_out,
-                        std::index_sequence<kIndex...>) {
-    using BlockFunction = void (*)(const LinearPass&, int64_t row, int64_t out, int64_t end_out);
-    static constexpr BlockFunction kFunctions[] = {run_block<kKind, kIndex + 1>...};
-    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
-      for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
-        const int64_t rows = std::min(pass.block_rows, pass.rows - row);
-        kFunctions[rows - 1](pass, row, out, std::min(end_out, out + kTileOuts));
+  static void run_kind(const LinearPass& pass, int64_t first_out, int64_t end_out,
+                       std::index_sequence<kIndex...>) {
+    using RowsFunction = void (*)(const LinearPass&, int64_t first_out, int64_t end_out);
+    static constexpr RowsFunction kFunctions[] = {run_rows<kKind, kIndex + 1>...};
+    kFunctions[pass.blocks.largest - 1](pass, first_out, end_out);
+  }
+
+  // Multiplies blocks of kRows input rows, or one less, with weight rows [first_out, end_out).
+  template <CodeKind kKind, int kRows>
+  static void run_rows(const LinearPass& pass, int64_t first_out, int64_t end_out) {
+    for_each_tile<F, F::num_code_outs(kRows)>(
+        first_out, end_out,
+        [&]<int kOuts>(const OutTile& tile) { run_tile<kKind, kRows, kOuts>(pass, tile); });
+  }
+
+  template <CodeKind kKind, int kRows, int kOuts>
+  SPECDEC_LINEAR_TARGET static void run_tile(const LinearPass& pass, const OutTile& tile) {
+    for (int64_t i = 0; i < pass.blocks.count; ++i) {
+      const int64_t row = pass.blocks.begin(i);
+      if (pass.blocks.size(i) == kRows) {
+        run_block<kKind, kRows, kOuts>(pass, row, tile);
+      } else if constexpr (kRows > 1) {
+        run_block<kKind, kRows - 1, kOuts>(pass, row, tile);
       }
     }
   }
 
-  // Multiplies one block of kRows input rows with weight rows [out, end_out).
-  template <CodeKind kKind, int kRows>
-  SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass, int64_t row, int64_t out,
-                                              int64_t end_out) {
-    constexpr int kOuts = F::num_code_outs(kRows);
-    for (; out + kOuts <= end_out; out += kOuts) multiply<kKind, kRows, kOuts>(pass, row, out);
-    for (; out < end_out; ++out) multiply<kKind, kRows, 1>(pass, row, out);
+  // Multiplies a block of kRows input rows with a tile, in a function of its own (integers_kernel.h).
+  template <CodeKind kKind, int kRows, int kOuts>
+  __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass,
+                                                                        int64_t row,
+                                                                        const OutTile& tile) {
+    for (int64_t i = 0; i < tile.count; ++i) {
+      multiply<kKind, kRows, kOuts>(pass, row, tile.block(i));
+    }
   }
 
   template <CodeKind kKind, int kRows, int kOuts>
-  SPECDEC_LINEAR_INLINE static void multiply(const LinearPass& pass, int64_t row, int64_t out) {
+  SPECDEC_LINEAR_INLINE static void multiply(const LinearPass& pass, int64_t row,
+                                             const OutBlock& outs) {
     using Own = Codes<F, kKind>;
     const LinearParams& params = pass.params;
     const WeightCodes& codes = params.codes;
     const int64_t ins = params.in_features, next = kOuts * params.weight_stride;
     const float* inputs = reinterpret_cast<const float*>(pass.inputs) + row * pass.steps * kLanes;
     const uint8_t* rows[kOuts];
-    SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, out + i);
+    SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, outs.at(i));
     BlockSums<F, kRows, kOuts> sums;
     clear_block<F, kRows, kOuts>(sums);
     int64_t in = 0;
     for (int64_t group = 0; in < ins; ++group) {
       CodeScale scales[kOuts];
       SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
-        scales[i] = Own::scale(codes, (out + i) * codes.groups + group);
+        scales[i] = Own::scale(codes, outs.at(i) * codes.groups + group);
       }
       for (const int64_t end = std::min(in + codes.group_size, ins); in < end; in += kCodeBlock) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* block = rows[i] + in * Own::kBits / 8;
-          if (in % Own::kLineIns == 0) __builtin_prefetch(block + next, 0, 2);
+          if constexpr (!F::kIsSpread) {
+            if (in % Own::kLineIns == 0) __builtin_prefetch(block + next, 0, 2);
+          }
           uint8_t padded[kCodeBlock];
           block = Own::whole(block, ins - in, padded);
           const float* step = inputs + in * kRows;
@@ -211,7 +230,7 @@ class CodesKernel {
         }
       }
     }
-    finish_block<F, Stored, kRows, kOuts>(params, pass.first_row + row, out, sums);
+    finish_block<F, Stored, kRows, kOuts>(params, pass.first_row + row, outs, sums);
   }
 
   // Multiplies half of a block of weight row i; `step` is the inputs of all rows.

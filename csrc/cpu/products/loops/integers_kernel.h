@@ -30,32 +30,17 @@ constexpr int64_t kUnitBlocks = kIntegerInputs / kCodeBlock;
 template <class F, class Stored>
 class IntegersKernel {
  public:
-  static int64_t block_rows(int64_t rows) { return even_part(rows, F::kMaxIntegerRows); }
+  static constexpr int64_t kMaxRows = F::kMaxIntegerRows;
 
-  // Packs `rows` input rows from `first_row` on.
-  SPECDEC_LINEAR_TARGET static void pack(const LinearParams& params, int64_t first_row,
-                                         int64_t rows, int64_t block_rows, std::byte* packed) {
+  // Packs the input rows of blocks that begin at `first_row`.
+  static void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks,
+                   std::byte* packed) {
     IntegerInputs* units = reinterpret_cast<IntegerInputs*>(packed);
-    const int64_t ins = params.in_features, count = num_integer_units(ins);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t first = r / block_rows * block_rows;
-      const int64_t stride = std::min(block_rows, rows - first);
-      IntegerInputs* unit = units + first * count + (r - first);
-      const Stored* input =
-          static_cast<const Stored*>(params.input) + input_offset(params, first_row + r);
-      for (int64_t in = 0; in < count * kIntegerInputs; in += kShared) {
-        Stored padded[kShared] = {};
-        const Stored* own = input + in;
-        if (in + kShared > ins) {
-          std::memcpy(padded, own, std::max<int64_t>(ins - in, 0) * sizeof(Stored));
-          own = padded;
-        }
-        const int64_t half = in / kShared % 2;
-        pack_shared(own, half, unit[in / kIntegerInputs * stride]);
-      }
-      if (params.codes.bits == 8 || params.codes.has_offsets) continue;
-      for (int64_t i = 0; i < count; ++i) {
-        for (int32_t& sum : unit[i * stride].sums) sum *= -8;
+    const int64_t count = num_integer_units(params.in_features);
+    for (int64_t i = 0; i < blocks.count; ++i) {
+      const int64_t row = blocks.begin(i), rows = blocks.size(i);
+      for (int64_t r = 0; r < rows; ++r) {
+        pack_row(params, first_row + row + r, units + row * count + r, rows);
       }
     }
   }
@@ -64,11 +49,11 @@ class IntegersKernel {
     constexpr auto kRows = std::make_index_sequence<F::kMaxIntegerRows>();
     const WeightCodes& codes = pass.params.codes;
     if (codes.bits == 8) {
-      codes.has_offsets ? run_tiles<CodeKind::kBytes, true>(pass, first_out, end_out, kRows)
-                        : run_tiles<CodeKind::kBytes, false>(pass, first_out, end_out, kRows);
+      codes.has_offsets ? run_kind<CodeKind::kBytes, true>(pass, first_out, end_out, kRows)
+                        : run_kind<CodeKind::kBytes, false>(pass, first_out, end_out, kRows);
     } else {
-      codes.has_offsets ? run_tiles<CodeKind::kNibbles, true>(pass, first_out, end_out, kRows)
-                        : run_tiles<CodeKind::kNibbles, false>(pass, first_out, end_out, kRows);
+      codes.has_offsets ? run_kind<CodeKind::kNibbles, true>(pass, first_out, end_out, kRows)
+                        : run_kind<CodeKind::kNibbles, false>(pass, first_out, end_out, kRows);
     }
   }
 
@@ -78,6 +63,27 @@ class IntegersKernel {
   static constexpr int kParts = F::kParts;
   static constexpr int64_t kShared = 64;  // inputs with one exponent
   static constexpr int64_t kFilled = 8;   // numbers of a table that are written at a time
+
+  // Packs an input row as units that are `stride` apart.
+  SPECDEC_LINEAR_TARGET static void pack_row(const LinearParams& params, int64_t row,
+                                             IntegerInputs* units, int64_t stride) {
+    const int64_t ins = params.in_features, count = num_integer_units(ins);
+    const Stored* input = static_cast<const Stored*>(params.input) + input_offset(params, row);
+    for (int64_t in = 0; in < count * kIntegerInputs; in += kShared) {
+      Stored padded[kShared] = {};
+      const Stored* own = input + in;
+      if (in + kShared > ins) {
+        std::memcpy(padded, own, std::max<int64_t>(ins - in, 0) * sizeof(Stored));
+        own = padded;
+      }
+      const int64_t half = in / kShared % 2;
+      pack_shared(own, half, units[in / kIntegerInputs * stride]);
+    }
+    if (params.codes.bits == 8 || params.codes.has_offsets) return;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int32_t& sum : units[i * stride].sums) sum *= -8;
+    }
+  }
 
   // Packs 64 inputs as the first or second half of a unit.
   SPECDEC_LINEAR_INLINE static void pack_shared(const Stored* inputs, int64_t half,
@@ -92,8 +98,8 @@ class IntegersKernel {
     F::pack_integers(inputs, up, half, unit);
   }
 
-  // A number for each block of kCodeBlock inputs of the outputs of a tile: scales and offsets, zeros in
-  // blocks that do not exist. Those of consecutive outputs are `stride` apart, whole units.
+  // A number for each block of kCodeBlock inputs of a tile's weight rows: scales and offsets,
+  // zeros in blocks that do not exist. Those of a weight row and the next are `stride` apart, whole units.
   struct Table {
     const float* scales;
     const float* offsets;
@@ -101,54 +107,83 @@ class IntegersKernel {
   };
 
   template <CodeKind kKind, bool kHasOffsets, size_t... kIndex>
-  SPECDEC_LINEAR_TARGET static void run_tiles(const LinearPass& pass, int64_t first_out,
-                                              int64_t end_out, std::index_sequence<kIndex...>) {
-    using BlockFunction =
-        void (*)(const LinearPass&, int64_t row, int64_t out, int64_t end_out, Table);
-    static constexpr BlockFunction kFunctions[] = {run_block<kKind, kHasOffsets, kIndex + 1>...};
+  static void run_kind(const LinearPass& pass, int64_t first_out, int64_t end_out,
+                       std::index_sequence<kIndex...>) {
+    using RowsFunction = void (*)(const LinearPass&, int64_t first_out, int64_t end_out);
+    static constexpr RowsFunction kFunctions[] = {run_rows<kKind, kHasOffsets, kIndex + 1>...};
+    kFunctions[pass.blocks.largest - 1](pass, first_out, end_out);
+  }
+
+  // Multiplies blocks of kRows input rows, or one less, with weight rows [first_out, end_out).
+  template <CodeKind kKind, bool kHasOffsets, int kRows>
+  static void run_rows(const LinearPass& pass, int64_t first_out, int64_t end_out) {
+    for_each_tile<F, F::num_integer_outs(kRows)>(
+        first_out, end_out, [&]<int kOuts>(const OutTile& tile) {
+          run_tile<kKind, kHasOffsets, kRows, kOuts>(pass, tile);
+        });
+  }
+
+  template <CodeKind kKind, bool kHasOffsets, int kRows, int kOuts>
+  SPECDEC_LINEAR_TARGET static void run_tile(const LinearPass& pass, const OutTile& tile) {
     thread_local std::vector<float> numbers;
     const int64_t stride = num_integer_units(pass.params.in_features) * kUnitBlocks;
     numbers.resize(std::max<size_t>(numbers.size(), 2 * kTileOuts * stride + kFilled));
     const Table table{numbers.data(), numbers.data() + kTileOuts * stride, stride};
-    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
-      const int64_t end = std::min(end_out, out + kTileOuts);
-      spread_groups(pass.params, out, end, stride, numbers.data());
-      for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
-        const int64_t rows = std::min(pass.block_rows, pass.rows - row);
-        kFunctions[rows - 1](pass, row, out, end, table);
+    spread_groups<kOuts>(pass.params, tile, stride, numbers.data());
+    for (int64_t i = 0; i < pass.blocks.count; ++i) {
+      const int64_t row = pass.blocks.begin(i);
+      if (pass.blocks.size(i) == kRows) {
+        run_block<kKind, kHasOffsets, kRows, kOuts>(pass, row, tile, table);
+      } else if constexpr (kRows > 1) {
+        run_block<kKind, kHasOffsets, kRows - 1, kOuts>(pass, row, tile, table);
       }
     }
   }
 
-  // Fills a table for outputs [out, end).
-  SPECDEC_LINEAR_INLINE static void spread_groups(const LinearParams& params, int64_t out,
-                                                  int64_t end, int64_t stride, float* numbers) {
-    const WeightCodes& codes = params.codes;
-    const int64_t first = out * codes.groups, count = end - out;
-    if (codes.has_offsets) {
-      const float* pairs = static_cast<const float*>(codes.scales) + 2 * first;
-      spread(params, count, stride, [=](int64_t g) { return pairs[2 * g]; }, numbers);
-      spread(
-          params, count, stride, [=](int64_t g) { return pairs[2 * g + 1]; },
-          numbers + kTileOuts * stride);
-    } else if (codes.scale_type == FloatType::kFloat32) {
-      const float* scales = static_cast<const float*>(codes.scales) + first;
-      spread(params, count, stride, [=](int64_t g) { return scales[g]; }, numbers);
-    } else {
-      const BFloat16* scales = static_cast<const BFloat16*>(codes.scales) + first;
-      spread(params, count, stride, [=](int64_t g) { return to_float(scales[g]); }, numbers);
+  // Multiplies a block of kRows input rows with a tile. A function of its own, because compilers keep sums
+  // in memory where several such loops are in one function.
+  template <CodeKind kKind, bool kHasOffsets, int kRows, int kOuts>
+  __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass,
+                                                                        int64_t row,
+                                                                        const OutTile& tile,
+                                                                        Table table) {
+    for (int64_t i = 0; i < tile.count; ++i) {
+      multiply<kKind, kHasOffsets, kRows, kOuts>(pass, row, tile.block(i), table);
+      table.scales += kOuts * table.stride;
+      table.offsets += kOuts * table.stride;
     }
   }
 
-  // Writes number(g) for each block of group g, of all groups of `count` outputs, and zeros behind the last
-  // block of an output.
-  template <typename Number>
-  SPECDEC_LINEAR_INLINE static void spread(const LinearParams& params, int64_t count,
+  // Fills the table of a tile.
+  template <int kOuts>
+  SPECDEC_LINEAR_INLINE static void spread_groups(const LinearParams& params, const OutTile& tile,
+                                                  int64_t stride, float* numbers) {
+    const WeightCodes& codes = params.codes;
+    if (codes.has_offsets) {
+      const float* pairs = static_cast<const float*>(codes.scales);
+      spread<kOuts>(params, tile, stride, [=](int64_t g) { return pairs[2 * g]; }, numbers);
+      spread<kOuts>(
+          params, tile, stride, [=](int64_t g) { return pairs[2 * g + 1]; },
+          numbers + kTileOuts * stride);
+    } else if (codes.scale_type == FloatType::kFloat32) {
+      const float* scales = static_cast<const float*>(codes.scales);
+      spread<kOuts>(params, tile, stride, [=](int64_t g) { return scales[g]; }, numbers);
+    } else {
+      const BFloat16* scales = static_cast<const BFloat16*>(codes.scales);
+      spread<kOuts>(params, tile, stride, [=](int64_t g) { return to_float(scales[g]); }, numbers);
+    }
+  }
+
+  // Writes number(g) for each block of group g, of all groups of a tile's weight rows, and zeros behind the
+  // last block of each.
+  template <int kOuts, typename Number>
+  SPECDEC_LINEAR_INLINE static void spread(const LinearParams& params, const OutTile& tile,
                                            int64_t stride, const Number& number, float* numbers) {
     const int64_t groups = params.codes.groups;
     const int64_t blocks = (params.in_features + kCodeBlock - 1) / kCodeBlock;
     const int64_t each = groups == 1 ? blocks : params.codes.group_size / kCodeBlock;
-    for (int64_t g = 0; count > 0; --count, g += groups, numbers += stride) {
+    for (int64_t out = 0; out < tile.count * kOuts; ++out, numbers += stride) {
+      const int64_t g = tile.block(out / kOuts).at(out % kOuts) * groups;
       if (each == 1) {
         for (int64_t i = 0; i < groups; ++i) numbers[i] = number(g + i);
       } else {
@@ -165,26 +200,9 @@ class IntegersKernel {
     }
   }
 
-  // Multiplies one block of kRows input rows with weight rows [out, end_out).
-  template <CodeKind kKind, bool kHasOffsets, int kRows>
-  SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass, int64_t row, int64_t out,
-                                              int64_t end_out, Table table) {
-    constexpr int kOuts = F::num_integer_outs(kRows);
-    for (; out + kOuts <= end_out; out += kOuts) {
-      multiply<kKind, kHasOffsets, kRows, kOuts>(pass, row, out, table);
-      table.scales += kOuts * table.stride;
-      table.offsets += kOuts * table.stride;
-    }
-    for (; out < end_out; ++out) {
-      multiply<kKind, kHasOffsets, kRows, 1>(pass, row, out, table);
-      table.scales += table.stride;
-      table.offsets += table.stride;
-    }
-  }
-
   template <CodeKind kKind, bool kHasOffsets, int kRows, int kOuts>
-  SPECDEC_LINEAR_INLINE static void multiply(const LinearPass& pass, int64_t row, int64_t out,
-                                             const Table& table) {
+  SPECDEC_LINEAR_INLINE static void multiply(const LinearPass& pass, int64_t row,
+                                             const OutBlock& outs, const Table& table) {
     using Own = Codes<F, kKind>;
     constexpr int64_t kUnitBytes = kIntegerInputs * Own::kBits / 8;
     constexpr int64_t kPartIns = kIntegerInputs / kParts, kPartBytes = kUnitBytes / kParts;
@@ -192,7 +210,7 @@ class IntegersKernel {
     const int64_t ins = params.in_features, units = num_integer_units(ins);
     const IntegerInputs* inputs = reinterpret_cast<const IntegerInputs*>(pass.inputs) + row * units;
     const uint8_t* rows[kOuts];
-    SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, out + i);
+    SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, outs.at(i));
     const int64_t next = kOuts * params.weight_stride;
     // Codes behind those of a row are multiplied by zeros.
     const int64_t blocks = (ins + kCodeBlock - 1) / kCodeBlock;
@@ -206,8 +224,9 @@ class IntegersKernel {
       SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* codes = rows[i] + byte + part * kPartBytes;
-          // The hardware prefetcher restarts with each row.
-          if (part * kPartBytes % kStepBytes == 0) __builtin_prefetch(codes + next, 0, 2);
+          if constexpr (!F::kIsSpread || kOuts == 1) {
+            if (part * kPartBytes % kStepBytes == 0) __builtin_prefetch(codes + next, 0, 2);
+          }
           add_part<kKind, kHasOffsets, kRows>(
               codes, table, i * table.stride + block + part * kPartIns / kCodeBlock,
               inputs + in / kIntegerInputs * kRows, part, i, sums);
@@ -229,7 +248,7 @@ class IntegersKernel {
                                             sums);
       }
     }
-    finish_block<F, Stored, kRows, kOuts>(params, pass.first_row + row, out, sums);
+    finish_block<F, Stored, kRows, kOuts>(params, pass.first_row + row, outs, sums);
   }
 
   // Multiplies a part of weight row i with all input rows. Its first block has number `number` of the

@@ -6,24 +6,24 @@
 //   Vector       16 / kParts lanes in a register; kParts of them are the sums of an output element
 //   Operand      the part of a step for one Vector
 //   kMaxRows     largest number of input rows in a register block
-//   kStreamRows  largest number of input rows of a stream, see below
-//   kStreamOuts  weight rows in its register block, if there is one input row
-//   num_outs(r)  weight rows in a register block of r input rows; divides kTileOuts
+//   kIsSpread    whether its weight rows are far apart in memory
+//   num_outs(r)  weight rows in a register block of r input rows
 //   load(p), load_first(p, count)             the Operand at p; its first elements, then zeros
 //   keep(operand)                             keeps it in a register, see step()
 //   multiply_add(vector, weights, inputs)
 //   zero(), load_lanes(p), store_lanes(v, p)
 //   total(four elements' vectors, out)        the sums over the lanes
 //
-// Loops, outermost first: tiles of kTileOuts weight rows, chunks of in_features, blocks of input
-// rows, blocks of weight rows. A block's chunk of inputs stays in L1 while the tile's weights are
-// read (kInputBytes). The tile's chunk of weights stays in L2 until the other blocks of input rows
-// have used it. Between chunks the lanes are stored in memory, which does not change their bits.
+// Loops, outermost first: tiles of up to kTileOuts weight rows, chunks of in_features, blocks of input
+// rows, blocks of weight rows. A block's chunk of inputs stays in L1 while it is multiplied with the
+// tile's weights (kInputBytes), which stay in L2 until the other blocks of input rows have used them.
+// Between chunks the lanes are stored in memory, which does not change their bits.
 //
-// A pass of few rows is a stream: one block of all its input rows, and one weight row at a time or a
-// few for a single input row. So a thread reads the weights nearly in the order of memory, which is
-// what hardware prefetches best. Other passes read several weight rows at a time, because each input
-// is then loaded less often.
+// With few input rows, reading the weights is most of the time. The memory serves several sequential
+// streams in different pages faster than one: on AMD EPYC (Milan), two threads read 55 GB/s in four
+// streams each, and 39 in one. So the weight rows of a spread block are as far apart as the thread's
+// part of the matrix allows, and the next block has the row after each. Blocks of neighbouring rows
+// prefetch the next block, because the hardware prefetcher restarts with each of their rows.
 #pragma once
 
 #include <array>
@@ -38,7 +38,6 @@
 namespace specdec::cpu {
 
 constexpr int64_t kInputBytes = 16384;  // a block's chunk of inputs, half of L1
-constexpr int64_t kChunkBytes = 2048;   // of one row, if the pass is no stream
 
 // Copies the first `count` of kMost elements, or all of them if there are fewer. A size that compilers know
 // takes no call.
@@ -49,6 +48,38 @@ SPECDEC_LINEAR_INLINE void copy_first(const Element* from, int64_t count, Elemen
   } else {
     std::memcpy(to, from, count * sizeof(Element));
   }
+}
+
+// The weight rows of a register block: `first`, first + spacing, ...
+struct OutBlock {
+  int64_t first;
+  int64_t spacing;
+
+  int64_t at(int64_t i) const { return first + i * spacing; }
+};
+
+// `count` register blocks. Their first weight rows are `step` apart.
+struct OutTile {
+  OutBlock first;
+  int64_t step;
+  int64_t count;
+
+  OutBlock block(int64_t i) const { return {first.first + i * step, first.spacing}; }
+};
+
+// Calls run.template operator()<n>(tile) for tiles of register blocks of n weight rows, kOuts or the last
+// ones, which cover [first, end).
+template <class F, int kOuts, typename Run>
+void for_each_tile(int64_t first, int64_t end, const Run& run) {
+  constexpr int64_t most = kTileOuts / kOuts;
+  const int64_t count = (end - first) / kOuts;
+  const int64_t step = F::kIsSpread ? 1 : kOuts, spacing = F::kIsSpread ? count : 1;
+  for (int64_t i = 0; i < count; i += most) {
+    run.template operator()<kOuts>(
+        OutTile{{first + i * step, spacing}, step, std::min(most, count - i)});
+  }
+  const int64_t rest = first + count * kOuts;
+  if (rest < end) run.template operator()<1>(OutTile{{rest, 1}, 1, end - rest});
 }
 
 // The sums of a register block: of kRows input rows and kOuts weight rows, in F::kParts vectors.
@@ -62,13 +93,14 @@ SPECDEC_LINEAR_INLINE void clear_block(BlockSums<F, kRows, kOuts>& sums) {
   }
 }
 
-// Writes the outputs of a register block, whose first input row and weight row are `row` and `out`.
-// `Stored` is the type of biases and outputs.
+// Writes the outputs of a register block, whose first input row is `row`. `Stored` is the type of biases
+// and outputs.
 template <class F, class Stored, int kRows, int kOuts>
-SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row, int64_t out,
+SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row,
+                                        const OutBlock& outs,
                                         const BlockSums<F, kRows, kOuts>& sums) {
-  const Stored* bias = params.bias ? static_cast<const Stored*>(params.bias) + out : nullptr;
-  Stored* output = static_cast<Stored*>(params.output) + row * params.output_stride + out;
+  const Stored* bias = static_cast<const Stored*>(params.bias);
+  Stored* output = static_cast<Stored*>(params.output) + row * params.output_stride;
   constexpr int kElements = kRows * kOuts;
   SPECDEC_UNROLL for (int first = 0; first < kElements; first += 4) {
     typename F::Vector four[4][F::kParts];
@@ -81,9 +113,10 @@ SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row,
     F::total(four, totals);
     SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
       if (first + i == kElements) break;
-      const int r = (first + i) / kOuts, o = (first + i) % kOuts;
-      from_float(bias ? totals[i] + to_float(bias[o]) : totals[i],
-                 output + r * params.output_stride + o);
+      const int r = (first + i) / kOuts;
+      const int64_t out = outs.at((first + i) % kOuts);
+      from_float(bias ? totals[i] + to_float(bias[out]) : totals[i],
+                 output + r * params.output_stride + out);
     }
   }
 }
@@ -91,33 +124,11 @@ SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row,
 template <class F>
 class LinearKernel {
  public:
-  static int64_t block_rows(int64_t rows) {
-    return is_stream(rows) ? rows : even_part(rows, F::kMaxRows);
-  }
+  static constexpr int64_t kMaxRows = F::kMaxRows;
 
-  SPECDEC_LINEAR_TARGET static void run(const LinearPass& pass, int64_t first_out,
-                                        int64_t end_out) {
-    alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
-    const LinearParams& params = pass.params;
-    const int64_t chunk_bytes = is_stream(pass.rows) ? kInputBytes / pass.rows : kChunkBytes;
-    const int64_t chunk = even_part(pass.steps, chunk_bytes / kStepBytes) * kStep;
-    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
-      const int64_t num_outs = std::min(kTileOuts, end_out - out);
-      for (int64_t first = 0; first < pass.steps * kStep; first += chunk) {
-        const bool is_last = first + chunk >= params.in_features;
-        // A stream prefetches its next block. Others prefetch the next chunk: that of the next tile
-        // after a tile's last one, and none after the last tile.
-        int64_t next = chunk;
-        if (is_stream(pass.rows)) {
-          next = block_outs<true>(pass.rows) * params.weight_stride;
-        } else if (is_last) {
-          next = out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first : 0;
-        }
-        run_chunk(pass, lanes,
-                  {params, out, num_outs, first, std::min(chunk, params.in_features - first), next,
-                   first == 0, is_last});
-      }
-    }
+  static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
+    static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kMaxRows>());
+    kFunctions[pass.blocks.largest - 1](pass, first_out, end_out);
   }
 
  private:
@@ -129,85 +140,84 @@ class LinearKernel {
   static constexpr int64_t kPart = kStep / kParts;
   static constexpr int64_t kPartLanes = kLanes / kParts;
 
-  // A chunk of in_features for a tile of weight rows.
+  // A chunk of in_features.
   struct Chunk {
     const LinearParams& params;
-    int64_t first_out;
-    int64_t num_outs;
     int64_t first;  // first element of in_features
     int64_t count;
-    int64_t next;  // elements from a weight row's chunk to the one to prefetch meanwhile
     bool is_first;
     bool is_last;
   };
 
-  using BlockFunction = void (*)(const Chunk&, const Element* inputs, int64_t row, float* lanes);
+  using RowsFunction = void (*)(const LinearPass&, int64_t first_out, int64_t end_out);
 
-  static bool is_stream(int64_t rows) { return rows <= F::kStreamRows; }
-
-  // Weight rows in a register block of so many input rows.
-  template <bool kIsStream>
-  static constexpr int block_outs(int rows) {
-    if (!kIsStream) return F::num_outs(rows);
-    return rows == 1 ? F::kStreamOuts : 1;
-  }
-
-  template <bool kIsStream, size_t... kIndex>
+  template <size_t... kIndex>
   static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
-    return std::array<BlockFunction, sizeof...(kIndex)>{
-        run_block<kIndex + 1, block_outs<kIsStream>(kIndex + 1)>...};
+    return std::array<RowsFunction, sizeof...(kIndex)>{run_rows<kIndex + 1>...};
   }
 
-  SPECDEC_LINEAR_TARGET static void run_chunk(const LinearPass& pass, float* lanes,
-                                              const Chunk& chunk) {
-    static constexpr auto kBlocks =
-        functions_by_rows<false>(std::make_index_sequence<F::kMaxRows>());
-    static constexpr auto kStreams =
-        functions_by_rows<true>(std::make_index_sequence<F::kStreamRows>());
-    const BlockFunction* functions = is_stream(pass.rows) ? kStreams.data() : kBlocks.data();
-    const Element* inputs = reinterpret_cast<const Element*>(pass.inputs);
-    for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
-      const int64_t rows = std::min(pass.block_rows, pass.rows - row);
-      functions[rows - 1](chunk, inputs + row * pass.steps * kStep + rows * chunk.first,
-                          pass.first_row + row, lanes + row * kTileOuts * kLanes);
-    }
+  // Multiplies blocks of kRows input rows, or one less, with weight rows [first_out, end_out).
+  template <int kRows>
+  static void run_rows(const LinearPass& pass, int64_t first_out, int64_t end_out) {
+    for_each_tile<F, F::num_outs(kRows)>(first_out, end_out, [&]<int kOuts>(const OutTile& tile) {
+      run_tile<kRows, kOuts>(pass, tile);
+    });
   }
 
-  // Multiplies one block of kRows input rows with the tile, kOuts weight rows at a time. `lanes` is
-  // [kRows, kTileOuts, kLanes].
   template <int kRows, int kOuts>
-  SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk, const Element* inputs,
-                                              int64_t row, float* lanes) {
-    static_assert(kTileOuts % kOuts == 0);
-    int64_t out = 0;
-    for (; out + kOuts <= chunk.num_outs; out += kOuts) {
-      multiply<kRows, kOuts>(chunk, inputs, row, out, lanes + out * kLanes);
+  SPECDEC_LINEAR_TARGET static void run_tile(const LinearPass& pass, const OutTile& tile) {
+    alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
+    const LinearParams& params = pass.params;
+    const int64_t end = pass.steps * kStep;
+    const int64_t chunk_size = even_part(pass.steps, kInputBytes / kRows / kStepBytes) * kStep;
+    for (int64_t first = 0; first < end; first += chunk_size) {
+      const int64_t count = std::min(chunk_size, params.in_features - first);
+      const Chunk chunk{params, first, count, first == 0, first + chunk_size >= end};
+      for (int64_t i = 0; i < pass.blocks.count; ++i) {
+        const int64_t row = pass.blocks.begin(i), rows = pass.blocks.size(i);
+        const Element* inputs =
+            reinterpret_cast<const Element*>(pass.inputs) + row * end + rows * first;
+        float* own_lanes = lanes + row * kTileOuts * kLanes;
+        if (rows == kRows) {
+          run_block<kRows, kOuts>(chunk, tile, inputs, pass.first_row + row, own_lanes);
+        } else if constexpr (kRows > 1) {
+          run_block<kRows - 1, kOuts>(chunk, tile, inputs, pass.first_row + row, own_lanes);
+        }
+      }
     }
-    for (; out < chunk.num_outs; ++out) {
-      multiply<kRows, 1>(chunk, inputs, row, out, lanes + out * kLanes);
+  }
+
+  // Multiplies a block of kRows input rows with a tile. A function of its own, because compilers keep sums
+  // in memory where several such loops are in one function. `lanes` is [blocks of the tile][kRows, kOuts,
+  // kLanes].
+  template <int kRows, int kOuts>
+  __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk,
+                                                                        const OutTile& tile,
+                                                                        const Element* inputs,
+                                                                        int64_t row, float* lanes) {
+    for (int64_t i = 0; i < tile.count; ++i, lanes += kRows * kOuts * kLanes) {
+      multiply<kRows, kOuts>(chunk, tile.block(i), inputs, row, lanes);
     }
   }
 
   template <int kRows, int kOuts>
   using Sums = BlockSums<F, kRows, kOuts>;
 
-  // A register block: kRows input rows x kOuts weight rows of the tile, from `out` on.
+  // A register block: kRows input rows x kOuts weight rows. `lanes` is [kRows, kOuts, kLanes].
   template <int kRows, int kOuts>
-  SPECDEC_LINEAR_INLINE static void multiply(const Chunk& chunk, const Element* inputs, int64_t row,
-                                             int64_t out, float* lanes) {
+  SPECDEC_LINEAR_INLINE static void multiply(const Chunk& chunk, const OutBlock& outs,
+                                             const Element* inputs, int64_t row, float* lanes) {
     const Element* weights[kOuts];
     for (int i = 0; i < kOuts; ++i) {
       weights[i] = static_cast<const Element*>(chunk.params.weight) +
-                   (chunk.first_out + out + i) * chunk.params.weight_stride + chunk.first;
+                   outs.at(i) * chunk.params.weight_stride + chunk.first;
     }
     Sums<kRows, kOuts> sums;
     begin<kRows, kOuts>(chunk.is_first, lanes, sums);
-    const int64_t count = chunk.count, next = chunk.next;
+    const int64_t count = chunk.count, next = kOuts * chunk.params.weight_stride;
     int64_t k = 0;
     for (; k + kStep <= count; k += kStep) {
-      // Prefetches into L2. With several rows at a time, the hardware prefetcher restarts with each,
-      // which was measured to reach half of the bandwidth; one row at a time needs no help.
-      if constexpr (kOuts > 1) {
+      if constexpr (!F::kIsSpread && kOuts > 1) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           __builtin_prefetch(weights[i] + k + next, 0, 2);
         }
@@ -216,18 +226,13 @@ class LinearKernel {
     }
     if (k < count) step<kRows, kOuts>(inputs + kRows * k, weights, k, count - k, sums);
     if (chunk.is_last) {
-      finish_block<F, Element, kRows, kOuts>(chunk.params, row, chunk.first_out + out, sums);
+      finish_block<F, Element, kRows, kOuts>(chunk.params, row, outs, sums);
     } else {
       SPECDEC_UNROLL for (int i = 0; i < kRows * kOuts * kParts; ++i) {
         F::store_lanes(sums[i / kParts / kOuts][i / kParts % kOuts][i % kParts],
-                       lanes + lane_offset(i, kOuts));
+                       lanes + i * kPartLanes);
       }
     }
-  }
-
-  // The offset of vector i, counted over rows, weight rows and parts.
-  static constexpr int64_t lane_offset(int i, int outs) {
-    return (i / kParts / outs * kTileOuts + i / kParts % outs) * kLanes + i % kParts * kPartLanes;
   }
 
   template <int kRows, int kOuts>
@@ -236,7 +241,7 @@ class LinearKernel {
     if (is_first) return clear_block<F, kRows, kOuts>(sums);
     SPECDEC_UNROLL for (int i = 0; i < kRows * kOuts * kParts; ++i) {
       sums[i / kParts / kOuts][i / kParts % kOuts][i % kParts] =
-          F::load_lanes(lanes + lane_offset(i, kOuts));
+          F::load_lanes(lanes + i * kPartLanes);
     }
   }
 

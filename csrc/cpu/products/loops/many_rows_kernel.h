@@ -356,8 +356,8 @@ template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
   using ManyRows = ManyRowsKernel<Many, Element, Element, ProductKind::kRows>;
-  return {LinearKernel<F>::block_rows, nullptr, LinearKernel<F>::run, PanelKernel<F>::run,
-          pass_products<ManyRows>(),   {}};
+  return {LinearKernel<F>::kMaxRows, nullptr, LinearKernel<F>::run, PanelKernel<F>::run,
+          pass_products<ManyRows>(), {}};
 }
 
 // The products of codes or columns with the format F of float32, for inputs and outputs of a type; those of
@@ -367,15 +367,14 @@ Products wide_products(ProductKind kind) {
   if (kind == ProductKind::kColumns) {
     using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
     const PassProducts all = pass_products<ManyRows>();
-    return {nullptr, nullptr, nullptr, nullptr, all, all};
+    return {0, nullptr, nullptr, nullptr, all, all};
   }
   using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kFloatCodes>;
-  Products products{CodesKernel<F, Stored>::block_rows, nullptr,
-                    CodesKernel<F, Stored>::run,        nullptr,
-                    pass_products<ManyRows>(),          {}};
+  Products products{CodesKernel<F, Stored>::kMaxRows, nullptr, CodesKernel<F, Stored>::run, nullptr,
+                    pass_products<ManyRows>(),        {}};
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (are_integers(kind)) {
-      products.block_rows = IntegersKernel<Integers, Stored>::block_rows;
+      products.max_rows = IntegersKernel<Integers, Stored>::kMaxRows;
       products.pack_integers = IntegersKernel<Integers, Stored>::pack;
       products.linear = IntegersKernel<Integers, Stored>::run;
     }
