@@ -54,11 +54,11 @@ void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks
   thread_local std::vector<float> converted;
   const int64_t row_bytes = params.in_features * element_size(packed_type(params));
   const int64_t steps = num_steps(params);
-  for (int64_t i = 0; i < blocks.count; ++i, packed += blocks.size(i - 1) * steps) {
-    const int64_t rows = blocks.size(i);
+  for (int64_t i = 0; i < blocks.count; ++i) {
+    const int64_t first = blocks.begin(i), rows = blocks.size(i);
     for (int64_t r = 0; r < rows; ++r) {
-      const std::byte* input = packed_row(params, first_row + blocks.begin(i) + r, converted);
-      Step* target = packed + r;
+      const std::byte* input = packed_row(params, first_row + first + r, converted);
+      Step* target = packed + first * steps + r;
       for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
         std::memcpy(target[step * rows].bytes, input + step * kStepBytes, kStepBytes);
       }

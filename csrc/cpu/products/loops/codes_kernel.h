@@ -22,6 +22,10 @@
 
 namespace specdec::cpu {
 
+// Whether a register block prefetches the codes of the next one: it is not spread, or a single row.
+template <class F, int kOuts>
+constexpr bool kPrefetchesCodes = !F::kIsSpread || kOuts == 1;
+
 enum class CodeKind { kBytes, kNibbles, kLevels };
 
 // A block of codes: outputs [first_out, first_out + num_outs), inputs [first_in, first_in + num_ins).
@@ -178,17 +182,12 @@ class CodesKernel {
 
   template <CodeKind kKind, int kRows, int kOuts>
   SPECDEC_LINEAR_TARGET static void run_tile(const LinearPass& pass, const OutTile& tile) {
-    for (int64_t i = 0; i < pass.blocks.count; ++i) {
-      const int64_t row = pass.blocks.begin(i);
-      if (pass.blocks.size(i) == kRows) {
-        run_block<kKind, kRows, kOuts>(pass, row, tile);
-      } else if constexpr (kRows > 1) {
-        run_block<kKind, kRows - 1, kOuts>(pass, row, tile);
-      }
-    }
+    for_each_row_block<kRows>(pass.blocks, [&]<int kOwnRows>(int64_t row) {
+      run_block<kKind, kOwnRows, kOuts>(pass, row, tile);
+    });
   }
 
-  // Multiplies a block of kRows input rows with a tile, in a function of its own (integers_kernel.h).
+  // Multiplies a block of kRows input rows with a tile, in a function of its own (linear_kernel.h).
   template <CodeKind kKind, int kRows, int kOuts>
   __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass,
                                                                         int64_t row,
@@ -219,7 +218,7 @@ class CodesKernel {
       for (const int64_t end = std::min(in + codes.group_size, ins); in < end; in += kCodeBlock) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* block = rows[i] + in * Own::kBits / 8;
-          if constexpr (!F::kIsSpread) {
+          if constexpr (kPrefetchesCodes<F, kOuts>) {
             if (in % Own::kLineIns == 0) __builtin_prefetch(block + next, 0, 2);
           }
           uint8_t padded[kCodeBlock];

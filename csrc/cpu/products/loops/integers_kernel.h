@@ -130,18 +130,12 @@ class IntegersKernel {
     numbers.resize(std::max<size_t>(numbers.size(), 2 * kTileOuts * stride + kFilled));
     const Table table{numbers.data(), numbers.data() + kTileOuts * stride, stride};
     spread_groups<kOuts>(pass.params, tile, stride, numbers.data());
-    for (int64_t i = 0; i < pass.blocks.count; ++i) {
-      const int64_t row = pass.blocks.begin(i);
-      if (pass.blocks.size(i) == kRows) {
-        run_block<kKind, kHasOffsets, kRows, kOuts>(pass, row, tile, table);
-      } else if constexpr (kRows > 1) {
-        run_block<kKind, kHasOffsets, kRows - 1, kOuts>(pass, row, tile, table);
-      }
-    }
+    for_each_row_block<kRows>(pass.blocks, [&]<int kOwnRows>(int64_t row) {
+      run_block<kKind, kHasOffsets, kOwnRows, kOuts>(pass, row, tile, table);
+    });
   }
 
-  // Multiplies a block of kRows input rows with a tile. A function of its own, because compilers keep sums
-  // in memory where several such loops are in one function.
+  // Multiplies a block of kRows input rows with a tile, in a function of its own (linear_kernel.h).
   template <CodeKind kKind, bool kHasOffsets, int kRows, int kOuts>
   __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const LinearPass& pass,
                                                                         int64_t row,
@@ -224,7 +218,7 @@ class IntegersKernel {
       SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* codes = rows[i] + byte + part * kPartBytes;
-          if constexpr (!F::kIsSpread || kOuts == 1) {
+          if constexpr (kPrefetchesCodes<F, kOuts>) {
             if (part * kPartBytes % kStepBytes == 0) __builtin_prefetch(codes + next, 0, 2);
           }
           add_part<kKind, kHasOffsets, kRows>(

@@ -82,6 +82,18 @@ void for_each_tile(int64_t first, int64_t end, const Run& run) {
   if (rest < end) run.template operator()<1>(OutTile{{rest, 1}, 1, end - rest});
 }
 
+// Calls run.template operator()<n>(row) for blocks of n input rows from `row` on: kRows, or one less.
+template <int kRows, typename Run>
+void for_each_row_block(const RowBlocks& blocks, const Run& run) {
+  for (int64_t i = 0; i < blocks.count; ++i) {
+    if (blocks.size(i) == kRows) {
+      run.template operator()<kRows>(blocks.begin(i));
+    } else if constexpr (kRows > 1) {
+      run.template operator()<kRows - 1>(blocks.begin(i));
+    }
+  }
+}
+
 // The sums of a register block: of kRows input rows and kOuts weight rows, in F::kParts vectors.
 template <class F, int kRows, int kOuts>
 using BlockSums = typename F::Vector[kRows][kOuts][F::kParts];
@@ -173,17 +185,12 @@ class LinearKernel {
     for (int64_t first = 0; first < end; first += chunk_size) {
       const int64_t count = std::min(chunk_size, params.in_features - first);
       const Chunk chunk{params, first, count, first == 0, first + chunk_size >= end};
-      for (int64_t i = 0; i < pass.blocks.count; ++i) {
-        const int64_t row = pass.blocks.begin(i), rows = pass.blocks.size(i);
+      for_each_row_block<kRows>(pass.blocks, [&]<int kOwnRows>(int64_t row) {
         const Element* inputs =
-            reinterpret_cast<const Element*>(pass.inputs) + row * end + rows * first;
-        float* own_lanes = lanes + row * kTileOuts * kLanes;
-        if (rows == kRows) {
-          run_block<kRows, kOuts>(chunk, tile, inputs, pass.first_row + row, own_lanes);
-        } else if constexpr (kRows > 1) {
-          run_block<kRows - 1, kOuts>(chunk, tile, inputs, pass.first_row + row, own_lanes);
-        }
-      }
+            reinterpret_cast<const Element*>(pass.inputs) + row * end + kOwnRows * first;
+        run_block<kOwnRows, kOuts>(chunk, tile, inputs, pass.first_row + row,
+                                   lanes + row * kTileOuts * kLanes);
+      });
     }
   }
 
