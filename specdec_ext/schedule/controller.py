@@ -35,8 +35,15 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.report import Decision, Report
 from specdec_ext.schedule.acceptance import Acceptance, judged
-from specdec_ext.schedule.costs import Curve
-from specdec_ext.schedule.memory import FIRST_INTERVAL, LAST_INTERVAL, Sleep, memory_of
+from specdec_ext.schedule.costs import TRUSTED, Curve
+from specdec_ext.schedule.memory import (
+    FIRST_INTERVAL,
+    LAST_INTERVAL,
+    MAX_CREDIT,
+    MAX_LOSS,
+    Sleep,
+    memory_of,
+)
 from specdec_ext.schedule.options import CHAIN, Kind, Option, Source, kind_of, name_of
 from specdec_ext.schedule.policy import Policy, offered
 from specdec_ext.schedule.report import Gain, decision_of, report_of
@@ -60,17 +67,16 @@ HELD_STEPS, MAX_HELD_STEPS = 8, 32
 PROBE_STEPS, MAX_PROBE_LOSS = 4, 3.0
 # So many plain steps after the prompt or a draft are slower than later ones, because those displace data from
 # the processor's caches. The first one is not a reference, because it includes the choice. The time of the
-# others is divided by their usual slowness. A measurement of the reference takes this many plain steps; the
-# first one, at the beginning of the first call with a drafter, takes fewer if the text is short.
-SETTLING_STEPS = 5
+# others is divided by their usual slowness, which is not measured if it seems to be larger than this. A
+# measurement of the reference takes this many plain steps; the first one, at the beginning of the first call
+# with a drafter, takes fewer if the text is short.
+SETTLING_STEPS, MAX_SLOWNESS = 5, 1.5
 SHORT_TEXT, SHORT_FIRST_STEPS = 32, 3  # tokens, steps
 # After so many steps in a row in which all of its drafts were wrong, a drafter rests until AWAKE_STEPS before
 # the next probe, in which it keeps some text to draft from.
 HOPELESS, AWAKE_STEPS = 4, 64
 # Most levels of a draft after a long part of a prompt.
 SHORT_LEVELS = 2
-# Upper limit of the credit for probes, in plain steps.
-MAX_CREDIT = 1.5
 # A draft after this many steps without one is a draft after a pause.
 PAUSE = 8
 # Drafts of a model must promise this share more than options without one, and drafts must be this share
@@ -82,6 +88,8 @@ MARGIN = 0.05
 PROVEN = 0.15
 # Relative change of a plain step's time after which it is soon measured again.
 DRIFT = 0.2
+# If plain steps become this many times as fast, what probes have spent before does not count.
+FASTER = 1.5
 
 
 class Controller(Policy):
@@ -159,6 +167,7 @@ class Controller(Policy):
         self._context, self._first_lengths = context, list(map(len, context.generated))
         self._step_began = self._clock()
         if self._is_plain:
+            self._look_up_costs(len(context.rows), context.root_positions[0] + 1)
             return
         shapes = offered(self._drafter, context, self._settings.shapes)
         most = self._settings.max_nodes
@@ -178,7 +187,7 @@ class Controller(Policy):
         self._sources += [Source.LOOKUP] * self._offers_lookup + [Source.MODEL] * bool(fitting)
         self._draft_ended: float | None = None
         self._repeated = False
-        self._usual_draft_seconds = 0.0
+        self._longest_draft = 0.0
 
     # --- before the draft
 
@@ -202,7 +211,7 @@ class Controller(Policy):
             return False
         self._step += 1
         self._option, self._proposal, self._probing = None, None, False
-        self._draft_ended, self._usual_draft_seconds = None, 0.0
+        self._draft_ended, self._longest_draft = None, 0.0
         self._repeated = False
         context.shape = None
         if not same_rows:  # earlier decisions were made for other rows
@@ -410,8 +419,8 @@ class Controller(Policy):
             lost = seconds - (rows + option.tokens) / self._price
             # An option that promises a gain may not go into debt either: earlier promises may have been
             # false.
-            needed = min(max(lost, 0.0), MAX_CREDIT * self._plain)
-            if needed <= self._credit():
+            needed = min(max(lost, 0.0) / self._plain, MAX_CREDIT) if self._plain else 0.0
+            if needed <= self._memory.credit:
                 self._probing = True
                 self._stats.probes += 1
                 return option
@@ -469,11 +478,6 @@ class Controller(Policy):
             self._drafter.rest(resting)
             self._read = max(context.root_positions)  # what came before will not be read
 
-    def _credit(self) -> float:
-        if self._memory.credit is None:
-            self._memory.credit = MAX_CREDIT * self._plain
-        return self._memory.credit
-
     def _steps_until_probe(self, source: Source) -> float:
         """Plain steps until a probe of a source is due or the credit suffices for it."""
         if (due := self._wait(source)) > 0:
@@ -482,7 +486,7 @@ class Controller(Policy):
 
     def _steps_until_credit(self, needed: float) -> float:
         """Plain steps until the credit suffices for a probe that needs this much; infinite if too many."""
-        earned, missing = self._settings.probing * self._plain, needed - self._credit()
+        earned, missing = self._settings.probing, needed - self._memory.credit
         if missing <= 0:
             return 0
         return math.ceil(missing / earned) if missing < earned * LONGEST_INTERVAL else math.inf
@@ -576,14 +580,16 @@ class Controller(Policy):
         if nodes > 1 or (self._option is not None and self._option.source is Source.MODEL):
             self._unsettle(after_draft=True)
         if drafted:
-            self._usual_draft_seconds = self._learn_draft(draft_ended - began, accepted, context)
+            self._longest_draft = self._learn_draft(draft_ended - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
         reference = verify(1)
+        longest_pass = _credible(verify, nodes, verify.count(nodes) < TRUSTED, reference)
+        charged = min(took, self._longest_draft + longest_pass)
         spent = 0.0 if drafted else self._settle(1, took, reference)
         if self._probing:
             margin = MARGIN * drafted
             tokens = rows + (emitted - rows) * self._share
-            spent = max(0.0, took - tokens / self._price / (1 + margin))
+            spent = max(0.0, charged - tokens / self._price / (1 + margin))
         self._earn(took, reference, spent)
         if self._held_is_probe and self._hold < PROBE_STEPS - 1:
             self._probe_loss += spent
@@ -594,9 +600,7 @@ class Controller(Policy):
         self._count_gain(took, plain)
         # Credit has paid for what a probe of a model's drafts loses in its first step.
         if drafted and reference and (plain > took or not self._begins_probe):
-            # Limited to twice the usual time: the step may have been interrupted, or a first call.
-            usual = self._usual_draft_seconds + (verify(nodes) or 0.0)
-            self._memory.ledger.add((plain / (1 + MARGIN) - min(took, 2 * usual)) / reference)
+            self._memory.ledger.add((plain / (1 + MARGIN) - charged) / reference)
         self._count_step(nodes)
 
     def _learn_skipped(self) -> None:
@@ -636,7 +640,7 @@ class Controller(Policy):
         if not self._after_probe or not reference:
             return 0.0
         # Limited, because a step may have been interrupted.
-        return slower * min(max(took / steps - reference, 0.0), reference)
+        return slower * min(max(took / steps - reference, 0.0), (MAX_SLOWNESS - 1) * reference)
 
     def _learn_plain(self, seconds: float, steps: int) -> None:
         """Learn from plain steps that are a reference; if their time has changed, measure it again soon.
@@ -647,14 +651,15 @@ class Controller(Policy):
         """
         memory, expected = self._memory, self._verify(1)
         if not self._settling:
-            if self._slow and seconds > 0:
+            if self._slow and 0 < self._slow < MAX_SLOWNESS * seconds:
                 memory.slownesses.append(self._slow / seconds)
-                self._slow = None
+            self._slow = None
         elif self._after_draft and self._settling == steps == SETTLING_STEPS - 1:
             self._slow = seconds
             seconds /= memory.slowness
         elif expected is not None:  # otherwise a reference that is too slow is better than none
             return
+        self._renew(seconds)
         self._verify.add(1, seconds, steps)
         memory.idle = 0
         memory.plain_steps += steps
@@ -662,14 +667,29 @@ class Controller(Policy):
         if expected and abs(seconds / expected - 1) > DRIFT:
             self._interval[Source.PLAIN] = FIRST_INTERVAL[Source.PLAIN]
 
+    def _renew(self, seconds: float) -> bool:
+        """Restore the credit if the machine has become faster: its earlier costs say nothing about the next.
+
+        Args:
+            seconds: of a plain step.
+
+        Returns:
+            Whether it has become faster.
+        """
+        faster = seconds * FASTER < self._plain
+        if faster:
+            self._memory.credit = MAX_CREDIT
+        return faster
+
     def _earn(self, took: float, plain: float | None, spent: float = 0.0) -> None:
         """Add a share of the elapsed time to the credit for probes, and subtract what a probe spent."""
-        if self._memory.credit is not None and plain:
-            earned = self._memory.credit + self._settings.probing * took - spent
-            self._memory.credit = min(earned, MAX_CREDIT * plain)
+        self._memory.elapsed.seconds += took
+        if plain:
+            earned = (self._settings.probing * took - spent) / plain
+            self._memory.credit = min(self._memory.credit + earned, MAX_CREDIT)
 
     def _learn_draft(self, seconds: float, accepted: Accepted, context: Context) -> float:
-        """Learn the cost and the acceptance of a draft; returns the usual seconds of such a draft."""
+        """Learn the cost and the acceptance of a draft; returns the longest time of such drafts."""
         assert self._proposal is not None and self._option is not None
         tree, kinds = self._proposal
         shape = self._option.shape
@@ -700,7 +720,8 @@ class Controller(Policy):
             self._hold, self._held = 0, None
         if self._probing and hits:  # successful: probe the source again at once
             self._interval[source] = 1
-        return curve(size) or 0.0
+        is_new = len(curve.sizes) == 1 and curve.count(size) == 1
+        return _credible(curve, size, is_new, self._curve(context)(1))
 
     def _count_step(self, nodes: int) -> None:
         """Count this step, in which ``nodes`` nodes per row were scored, in the statistics."""
@@ -731,8 +752,11 @@ class Controller(Policy):
             memory.unused[source] = memory.unused.get(source, 0) + steps
         if self._is_plain:
             self._stats.count_plain(steps)
-            if memory.credit is not None:
-                memory.credit += self._settings.probing * (self._clock() - self._step_began)
+            seconds = (self._clock() - self._step_began) / steps
+            memory.credit += self._settings.probing * steps
+            if self._renew(seconds):
+                asleep = dict.fromkeys(asleep, 0)
+            memory.elapsed.seconds += self._clock() - self._step_began
             memory.sleep.steps = asleep
             return
         self._learn_skipped()
@@ -751,6 +775,17 @@ class Controller(Policy):
         report = report_of(memory.verify, memory.drafts, memory.acceptance, self._gain)
         report.decision = self.decision()
         return report
+
+
+def _credible(curve: Curve, size: int, is_new: bool, plain: float | None) -> float:
+    """The longest time that such a step takes by itself; in a longer one it was interrupted, or a first call.
+
+    Args:
+        is_new: whether the size was measured too rarely to know its usual time.
+        plain: seconds of a plain step, if known.
+    """
+    longest = 2 * (curve(size) or 0.0)
+    return min(longest, MAX_LOSS * plain) if is_new and plain else longest
 
 
 def _rounded(tokens: int) -> int:

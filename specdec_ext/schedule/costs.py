@@ -2,13 +2,15 @@
 
 A :class:`Curve` gives the seconds of a step of some size: the lower median of the last few times. A size that
 was not measured is estimated from the neighbouring sizes, else from a curve of another batch or context
-length.
+length. So is a size whose times are old: it may have been slow because the machine was busy, and a size that
+seems slow is not used, so it would not be measured again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from dataclasses import dataclass
 
 from specdec_ext.schedule.options import CHAIN, Kind
 
@@ -26,32 +28,65 @@ FIRST_SLOPE = 0.03
 SHORT_CONTEXT = 512
 
 
+# The times of a size are old after this many times as long, at first and at most. The number doubles when a
+# new time confirms old ones, which it does if it is at most ``CONFIRMING`` times as long.
+FIRST_VALID, LAST_VALID, CONFIRMING = 100, 800, 2.0
+
+
+@dataclass
+class Elapsed:
+    """Seconds of all steps so far, by which measured times become old."""
+
+    seconds: float = 0.0
+
+
 class Curve:
     """Seconds by size.
 
     Args:
         elsewhere: a curve of another batch or context length, on which estimates are based; None for none.
         ratio: the size on that curve that corresponds to size 1 on this one.
+        elapsed: the time by which times become old. A step of such a curve takes no longer than a larger one,
+            or than several smaller ones of this size in sum; if times contradict that, later ones count. None
+            for a curve without these properties.
     """
 
-    def __init__(self, elsewhere: Curve | None = None, ratio: float = 1.0):
-        self._elsewhere, self._ratio = elsewhere, ratio
+    def __init__(
+        self, elsewhere: Curve | None = None, ratio: float = 1.0, elapsed: Elapsed | None = None
+    ):
+        self._elsewhere, self._ratio, self._elapsed = elsewhere, ratio, elapsed
         self._times: dict[int, deque[float]] = {}
         self._sizes: list[int] = []
         self._medians: dict[int, float] = {}
-        self._estimates: dict[int, float | None] = {}  # of sizes with too few times
-        self._age = 0  # number of times added since these estimates were computed
+        # What was computed since the last refresh: medians that other sizes limit, and answers.
+        self._limited: dict[int, float] = {}
+        self._answers: dict[int, float | None] = {}
+        self._age = 0  # number of times added since then
+        self._measured: dict[int, float] = {}  # size -> elapsed seconds at its last time
+        self._valid: dict[int, int] = {}  # size -> its times are old after this many times as long
 
     def add(self, size: int, seconds: float, steps: int = 1) -> None:
         """Add a measured time, or the mean of several ``steps``, which is as good as ``TRUSTED`` times."""
         if size not in self._times:
-            self._times[size] = deque(maxlen=WINDOW)
+            self._times[size], self._valid[size] = deque(maxlen=WINDOW), FIRST_VALID
             insort(self._sizes, size)
+        is_old = self._is_old(size)
+        if self._times[size] and seconds > CONFIRMING * self._median_of(size):
+            self._valid[size] = FIRST_VALID
+        elif is_old:
+            self._valid[size] = min(2 * self._valid[size], LAST_VALID)
+        if is_old:
+            self._times[size].clear()
         self._times[size].extend([seconds] * (TRUSTED if steps > 1 else 1))
-        self._medians.pop(size, None)
+        for known in (self._medians, self._limited, self._answers):
+            known.pop(size, None)
+        if self._elapsed is not None:
+            self._measured.pop(size, None)  # the sizes are in the order of their last times
+            self._measured[size] = self._elapsed.seconds
         self._age += 1
-        if self._age >= REFRESHED or len(self._times[size]) <= TRUSTED:
-            self._estimates.clear()
+        if self._age >= REFRESHED or steps > 1 or len(self._times[size]) <= TRUSTED:
+            self._limited.clear()
+            self._answers.clear()
             self._age = 0
 
     def count(self, size: int) -> int:
@@ -65,8 +100,8 @@ class Curve:
 
     def __call__(self, size: int) -> float | None:
         """Seconds of a step of this size, or None if this curve and the one it is based on are empty."""
-        if not self._is_known(size):
-            # Estimate on the farthest curve first, without recursion: each number of rows has a curve based
+        if size not in self._answers:
+            # Compute on the farthest curve first, without recursion: each number of rows has a curve based
             # on that of the next, and this chain may be longer than Python's recursion limit.
             chain, sizes = [(self, {size})], self._sizes_elsewhere({size})
             while sizes:
@@ -75,30 +110,40 @@ class Curve:
                 chain.append((elsewhere, sizes))
                 sizes = elsewhere._sizes_elsewhere(sizes)
             for curve, sizes in reversed(chain):
-                unknown = [each for each in sizes if not curve._is_known(each)]
-                curve._estimates |= {each: curve._estimate(each) for each in unknown}
-        return self._known(size)
+                missing = sizes - curve._answers.keys()
+                curve._answers |= {each: curve._computed(each) for each in missing}
+        return self._answers[size]
 
-    def _is_known(self, size: int) -> bool:
-        """Whether this size was measured often enough or has an estimate."""
-        return len(self._times.get(size, ())) >= TRUSTED or size in self._estimates
+    def _computed(self, size: int) -> float | None:
+        return self._median(size) if self._is_trusted(size) else self._estimate(size)
 
-    def _known(self, size: int) -> float | None:
-        trusted = len(self._times.get(size, ())) >= TRUSTED
-        return self._median(size) if trusted else self._estimates[size]
+    def _is_trusted(self, size: int) -> bool:
+        """Whether this size was measured often enough, and not too long ago."""
+        return len(self._times.get(size, ())) >= TRUSTED and not self._is_old(size)
+
+    def _is_old(self, size: int) -> bool:
+        """Whether the times of this size are old. The smallest size, on which others are based, is never."""
+        if self._elapsed is None or size not in self._measured or size == self._sizes[0]:
+            return False
+        age = self._elapsed.seconds - self._measured[size]
+        return age > self._valid[size] * self._median(size)
 
     def _seconds_elsewhere(self, size: int) -> float | None:
         """The seconds that the other curve gives for this size."""
         if self._elsewhere is None:
             return None
-        return self._elsewhere._known(self._size_elsewhere(size))
+        return self._elsewhere._answers[self._size_elsewhere(size)]
 
     def _sizes_elsewhere(self, sizes: set[int]) -> set[int]:
         """The sizes on the other curve that are needed to estimate ``sizes`` on this one."""
         asked: set[int] = set()
+        if self._elsewhere is None:
+            return asked
         for size in sizes:
+            if size in self._answers or self._is_trusted(size):
+                continue
             below, above = self._neighbours(size)
-            if self._elsewhere is not None and not (self._is_known(size) or (below and above)):
+            if not (below and above):
                 asked |= {self._size_elsewhere(each) for each in (size, *below[-1:], *above[:1])}
         return asked
 
@@ -108,7 +153,7 @@ class Curve:
 
     def _neighbours(self, size: int) -> tuple[list[int], list[int]]:
         """The smaller and the larger sizes that were measured."""
-        sizes = self._sizes
+        sizes = [each for each in self._sizes if not self._is_old(each)]
         return sizes[: bisect_left(sizes, size)], sizes[bisect_right(sizes, size) :]
 
     def spread(self, size: int) -> float:
@@ -121,6 +166,21 @@ class Curve:
         return float((variance / len(times)) ** 0.5)
 
     def _median(self, size: int) -> float:
+        """The median of this size's times, unless later times of other sizes contradict it."""
+        if size not in self._limited:
+            self._limited[size] = self._limit(size, self._median_of(size))
+        return self._limited[size]
+
+    def _limit(self, size: int, seconds: float) -> float:
+        """The seconds of this size, limited by later times of other sizes."""
+        for other in reversed(self._measured):
+            if other == size:
+                break
+            seconds = min(seconds, -(-size // other) * self._median_of(other))
+        return seconds
+
+    def _median_of(self, size: int) -> float:
+        """The lower median of this size's times."""
         if size not in self._medians:
             times = sorted(self._times[size])
             self._medians[size] = times[(len(times) - 1) // 2]
@@ -128,9 +188,11 @@ class Curve:
 
     def _estimate(self, size: int) -> float | None:
         times = sorted(self._times.get(size, ()))
+        if times and self._is_old(size):
+            times = [self._median(size)]
         if (guess := self._from_neighbours(size)) is not None:
             insort(times, guess)
-        return times[(len(times) - 1) // 2] if times else None
+        return self._limit(size, times[(len(times) - 1) // 2]) if times else None
 
     def _from_neighbours(self, size: int) -> float | None:
         """Interpolate between the neighbouring sizes, or extrapolate in the proportion of the other curve."""
@@ -163,12 +225,16 @@ class Curve:
 class VerifyCosts:
     """Seconds of a step without its draft: the target pass and everything else.
 
+    Args:
+        elapsed: the time by which measured times become old; None if they do not.
+
     Attributes:
         curves: (rows, class of context lengths) -> curve by nodes per row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elapsed: Elapsed | None = None):
         self.curves: dict[tuple[int, int], Curve] = {}
+        self._elapsed = elapsed
 
     def curve(self, rows: int, context_length: int) -> Curve:
         """The curve by nodes per row for this number of rows and about this context length."""
@@ -184,13 +250,16 @@ class VerifyCosts:
         """
         known = [key for key, curve in self.curves.items() if curve.sizes]
         if not known:
-            return Curve()
+            return Curve(elapsed=self._elapsed)
         key = min(known, key=lambda key: (abs(key[0] - rows), abs(key[1] - scale)))
-        return Curve(self.curves[key], rows / key[0])
+        return Curve(self.curves[key], rows / key[0], self._elapsed)
 
 
 class DraftCosts:
     """Seconds of a drafter's ``propose``.
+
+    Args:
+        elapsed: the time by which measured times become old; None if they do not.
 
     Attributes:
         curves: (rows, kind of drafts) -> curve by levels.
@@ -198,8 +267,9 @@ class DraftCosts:
             number of tokens that it reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elapsed: Elapsed | None = None):
         self.curves: dict[tuple[int, Kind], Curve] = {}
+        self._elapsed = elapsed
         self.after_pause = Curve()
 
     def curve(self, rows: int, kind: Kind) -> Curve:
@@ -207,5 +277,5 @@ class DraftCosts:
         key = rows, kind
         if key not in self.curves:
             chain = None if kind == CHAIN else self.curves.get((rows, CHAIN))
-            self.curves[key] = Curve(chain)
+            self.curves[key] = Curve(chain, elapsed=self._elapsed)
         return self.curves[key]

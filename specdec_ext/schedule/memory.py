@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.schedule.acceptance import LearntAcceptance
-from specdec_ext.schedule.costs import WINDOW, DraftCosts, VerifyCosts
+from specdec_ext.schedule.costs import WINDOW, DraftCosts, Elapsed, VerifyCosts
 from specdec_ext.schedule.options import Source
 from specdec_ext.schedule.savings import RealisedSavings
 
@@ -26,6 +26,8 @@ FIRST_INTERVAL, LAST_INTERVAL = (
 FIRST_BALANCE = 10.0
 # Limits of the balance, and of the loss that one step can add: a slow step may have been interrupted.
 LEAST_BALANCE, MAX_BALANCE, MAX_LOSS = -4.0, 30.0, 2.0
+# The credit for probes at first, and its upper limit, in plain steps.
+MAX_CREDIT = 1.5
 # Smallest weight of a new observation relative to all earlier ones.
 FADING = 0.05
 # Number of memories per model, the most recently used ones. They are distinguished by the drafter's identity,
@@ -109,18 +111,20 @@ class Memory:
     """What is known about one drafter on one model.
 
     Attributes:
+        elapsed: seconds of all steps, by which the times in ``verify`` and ``drafts`` become old.
         plain_steps: number of plain steps that served as a reference.
         idle: number of steps since the last of them.
         slownesses: latest ratios of the time of plain steps soon after a draft to that of later ones.
         plain_interval: number of steps until plain steps are probed.
-        credit: seconds that probes may spend; None before the first plain step was measured.
+        credit: what probes may spend, in plain steps.
         misses: source -> number of consecutive steps in which all of its drafts were wrong.
         unused: source -> number of steps since its last use, at the end of the last call.
         sleep: the steps in which a source will not be used.
     """
 
-    verify: VerifyCosts = field(default_factory=VerifyCosts)
-    drafts: DraftCosts = field(default_factory=DraftCosts)
+    elapsed: Elapsed = field(default_factory=Elapsed)
+    verify: VerifyCosts = field(init=False)
+    drafts: DraftCosts = field(init=False)
     acceptance: LearntAcceptance = field(default_factory=LearntAcceptance)
     lookup: LookupEstimate = field(default_factory=LookupEstimate)
     ledger: Ledger = field(default_factory=Ledger)
@@ -129,10 +133,13 @@ class Memory:
     idle: int = 0
     slownesses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     plain_interval: int = FIRST_INTERVAL[Source.PLAIN]
-    credit: float | None = None
+    credit: float = MAX_CREDIT
     misses: dict[Source, int] = field(default_factory=dict)
     unused: dict[Source, int] = field(default_factory=dict)
     sleep: Sleep = field(default_factory=Sleep)
+
+    def __post_init__(self) -> None:
+        self.verify, self.drafts = VerifyCosts(self.elapsed), DraftCosts(self.elapsed)
 
     @property
     def slowness(self) -> float:

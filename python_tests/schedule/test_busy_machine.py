@@ -1,0 +1,199 @@
+"""Times that were measured while the machine was busy do not stay.
+
+Calls run on a simulated clock. Curves are tested alone, too.
+"""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+from helpers.decoding_world import World
+
+from specdec_ext.schedule.controller import FASTER
+from specdec_ext.schedule.costs import FIRST_VALID, LAST_VALID, Curve, Elapsed, VerifyCosts
+from specdec_ext.schedule.memory import MAX_CREDIT, memory_of
+from specdec_ext.schedule.options import Source
+
+MS = 1e-3
+CHAINS = {"depths": (1, 2, 3, 4, 5, 6, 7)}
+TOKENS, SEEDS = 128, range(8)
+
+
+def verify(rows: int, nodes: int) -> float:
+    return 3 * MS * (1 + 0.12 * (nodes - 1))
+
+
+def head_cost(depth: int) -> float:
+    return (0.3 + 0.18 * depth) * MS
+
+
+def lookup_cost(depth: int) -> float:
+    return 0.04 * MS
+
+
+class BusyWorld:
+    """A world in which passes and drafts of the first steps may take 5 to 20 times as long.
+
+    Args:
+        share: share of these steps that do.
+        steps: their number.
+    """
+
+    def __init__(self, seed: int, share: float, steps: int):
+        self._random, self._share, self._left = random.Random(seed), share, steps
+        self.world = World(verify, seed=seed, noise=self._pass)
+
+    def _factor(self) -> float:
+        busy = self._left > 0 and self._random.random() < self._share
+        return self._random.uniform(5, 20) if busy else self._random.lognormvariate(0, 0.05)
+
+    def _pass(self, rng: random.Random) -> float:
+        factor = self._factor()
+        self._left -= 1
+        return factor
+
+    def speeds(self, seconds, options, calls: int = 14) -> list[float]:
+        """The speed of each call relative to plain decoding on an idle machine."""
+        drafter = self.world.drafter(
+            lambda row, position: [0.85] * 10,
+            lambda depth: seconds(depth) * self._factor(),
+            **options,
+        )
+        plain = (TOKENS - 1) * verify(1, 1)
+        return [plain / self.world.run(drafter, TOKENS).seconds["verify"] for _ in range(calls)]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("seconds", "options"),
+    [
+        pytest.param(head_cost, CHAINS, id="head"),
+        pytest.param(lookup_cost, {"found": 0.6}, id="lookup"),
+    ],
+)
+def test_a_busy_beginning_is_forgotten(seconds, options, share):
+    """A hundred busy steps; a few hundred steps later, speed is that of a machine that was never busy."""
+    after, slow = [], 0
+    for seed in SEEDS:
+        idle = fmean(BusyWorld(seed, 0.0, 0).speeds(seconds, options)[6:])
+        busy = fmean(BusyWorld(seed, share, 100).speeds(seconds, options)[6:])
+        after.append(busy / idle)
+        slow += busy < 0.8 * idle
+    assert fmean(after) > 0.95 and slow == 0, after
+
+
+def test_calls_that_sleep_wake_up_when_the_machine_is_faster():
+    """The debt of probes that ran beside other processes says nothing about an idle machine."""
+    pace = [8.0]
+    world = World(lambda rows, nodes: pace[0] * verify(rows, nodes), noise=lambda rng: 1.0)
+    drafter = world.drafter(lambda row, position: [0.85] * 10, head_cost, **CHAINS)
+    memory = memory_of(world.model, drafter)
+    world.run(drafter, TOKENS)
+    for pace[0] in (8.0, 8.0 / FASTER + 0.1, 1.0):
+        memory.credit, memory.sleep.rows, memory.sleep.steps = -9.0, 1, {Source.MODEL: 1000}
+        memory.verify.curve(1, 200).add(1, 8 * verify(1, 1), steps=5)
+        drafts = len(drafter.asked)
+        world.run(drafter, TOKENS)
+        assert len(drafter.asked) == drafts  # the call has slept
+        assert (memory.credit == MAX_CREDIT) == (pace[0] == 1.0)
+        assert (memory.sleep.steps[Source.MODEL] == 0) == (pace[0] == 1.0)
+    world.run(drafter, TOKENS)
+    assert len(drafter.asked) > drafts
+
+
+def test_one_interrupted_probe_costs_little_credit():
+    """The first draft takes as long as a hundred plain steps, and the next ones what they usually take."""
+    world = World(verify, noise=lambda rng: 1.0)
+    drafter = world.drafter(
+        lambda row, position: [0.85] * 10,
+        lambda depth: head_cost(depth) + 300 * MS * (len(drafter.asked) == 1),
+        **CHAINS,
+    )
+    world.run(drafter, TOKENS)
+    assert memory_of(world.model, drafter).credit > -4.0
+
+
+# --- curves
+
+
+def measured(times: dict[int, float], elapsed: Elapsed) -> Curve:
+    """A curve of the times by size, measured in this order."""
+    curve = Curve(elapsed=elapsed)
+    for size, seconds in times.items():
+        for _ in range(9):
+            curve.add(size, seconds)
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("times", "size", "seconds"),
+    [
+        pytest.param({1: 9.0, 4: 2.0}, 1, 2.0, id="a narrow pass, then a wider one"),
+        pytest.param({4: 9.0, 1: 2.0}, 4, 8.0, id="a wide pass, then single nodes"),
+        pytest.param({5: 9.0, 4: 2.0}, 5, 4.0, id="a wide pass, then a narrower one"),
+        pytest.param({4: 2.0, 1: 9.0}, 4, 2.0, id="a wide pass, and then a narrow one took longer"),
+        pytest.param({1: 1.0, 4: 9.0}, 4, 9.0, id="single nodes, and then a wide pass took longer"),
+    ],
+)
+def test_later_times_of_other_sizes_limit_a_size(times, size, seconds):
+    assert measured(times, Elapsed())(size) == seconds
+
+
+def test_curves_without_elapsed_time_keep_their_times():
+    curve = Curve()
+    for size, seconds in ((1, 9.0), (4, 2.0)):
+        for _ in range(9):
+            curve.add(size, seconds)
+    assert curve(1) == 9.0
+
+
+def test_old_times_give_way_to_estimates_and_the_smallest_size_stays():
+    elapsed = Elapsed()
+    curve = measured({1: 1.0, 2: 1.1, 6: 3.0}, elapsed)
+    elapsed.seconds = FIRST_VALID * 3.0 - 1.0
+    curve.add(1, 1.0, steps=5)
+    curve.add(2, 1.1)
+    assert curve(6) == 3.0
+    elapsed.seconds += 2.0
+    curve.add(1, 1.0, steps=5)
+    assert curve(6) == pytest.approx(1.5)  # the line through 1 and 2
+    elapsed.seconds *= 100
+    curve.add(2, 1.1)
+    assert curve(1) == 1.0
+
+
+def test_new_times_replace_old_ones_and_confirmed_times_are_valid_for_longer():
+    elapsed = Elapsed()
+    curve = measured({1: 1.0, 6: 5.0}, elapsed)
+    valid = FIRST_VALID
+    for _ in range(5):
+        elapsed.seconds += valid * 5.0 + 1.0
+        curve.add(6, 5.0)
+        assert curve.count(6) == 1
+        for _ in range(8):
+            curve.add(6, 5.0)
+        valid = min(2 * valid, LAST_VALID)
+    elapsed.seconds += LAST_VALID * 5.0 - 1.0
+    curve.add(1, 1.0, steps=5)
+    assert curve(6) == 5.0
+    for _ in range(9):
+        curve.add(6, 12.0)  # more than twice as long
+    elapsed.seconds += (
+        FIRST_VALID * 6.0 + 1.0
+    )  # size 1 was measured before: it does not limit size 6
+    curve.add(1, 1.0, steps=5)
+    assert curve(6) < 5.0
+
+
+def test_times_of_passes_in_other_batches_become_old_too():
+    elapsed = Elapsed()
+    costs = VerifyCosts(elapsed)
+    curve = costs.curve(2, 100)
+    for size, seconds in ((1, 1.0), (2, 1.1), (6, 5.0)):
+        for _ in range(9):
+            curve.add(size, seconds)
+    elapsed.seconds = FIRST_VALID * 5.0 + 1.0
+    curve.add(1, 1.0, steps=5)
+    assert curve(6) < 2.0
