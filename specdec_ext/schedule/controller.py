@@ -682,7 +682,7 @@ class Controller(Policy):
         return faster
 
     def _earn(self, took: float, plain: float | None, spent: float = 0.0) -> None:
-        """Add a share of the elapsed time to the credit for probes, and subtract what a probe spent."""
+        """Count the elapsed time, add a share of it to the credit for probes, and subtract what was spent."""
         self._memory.elapsed.seconds += took
         if plain:
             earned = (self._settings.probing * took - spent) / plain
@@ -752,11 +752,10 @@ class Controller(Policy):
             memory.unused[source] = memory.unused.get(source, 0) + steps
         if self._is_plain:
             self._stats.count_plain(steps)
-            seconds = (self._clock() - self._step_began) / steps
-            memory.credit += self._settings.probing * steps
-            if self._renew(seconds):
+            took = self._clock() - self._step_began
+            self._earn(took, took / steps if steps else None)
+            if steps and self._renew(took / steps):
                 asleep = dict.fromkeys(asleep, 0)
-            memory.elapsed.seconds += self._clock() - self._step_began
             memory.sleep.steps = asleep
             return
         self._learn_skipped()

@@ -115,6 +115,7 @@ class Curve:
         return self._answers[size]
 
     def _computed(self, size: int) -> float | None:
+        """Seconds of a step of this size, if the other curve has the answers that are needed."""
         return self._median(size) if self._is_trusted(size) else self._estimate(size)
 
     def _is_trusted(self, size: int) -> bool:
