@@ -9,28 +9,31 @@ import random
 from statistics import fmean
 
 import pytest
-from helpers.decoding_world import World
+from helpers.decoding_world import (
+    CHAINS,
+    MS,
+    World,
+    always,
+    head_cost,
+    lookup_cost,
+    speed,
+    verify,
+)
 
 from specdec_ext.schedule.controller import FASTER
-from specdec_ext.schedule.costs import FIRST_VALID, LAST_VALID, Curve, Elapsed, VerifyCosts
+from specdec_ext.schedule.costs import (
+    FIRST_VALID,
+    LAST_VALID,
+    WINDOW,
+    Curve,
+    DraftCosts,
+    Elapsed,
+    VerifyCosts,
+)
 from specdec_ext.schedule.memory import MAX_CREDIT, memory_of
-from specdec_ext.schedule.options import Source
+from specdec_ext.schedule.options import CHAIN, Source
 
-MS = 1e-3
-CHAINS = {"depths": (1, 2, 3, 4, 5, 6, 7)}
-TOKENS, SEEDS = 128, range(8)
-
-
-def verify(rows: int, nodes: int) -> float:
-    return 3 * MS * (1 + 0.12 * (nodes - 1))
-
-
-def head_cost(depth: int) -> float:
-    return (0.3 + 0.18 * depth) * MS
-
-
-def lookup_cost(depth: int) -> float:
-    return 0.04 * MS
+SEEDS = range(8)
 
 
 class BusyWorld:
@@ -57,12 +60,9 @@ class BusyWorld:
     def speeds(self, seconds, options, calls: int = 14) -> list[float]:
         """The speed of each call relative to plain decoding on an idle machine."""
         drafter = self.world.drafter(
-            lambda row, position: [0.85] * 10,
-            lambda depth: seconds(depth) * self._factor(),
-            **options,
+            always(0.85), lambda depth: seconds(depth) * self._factor(), **options
         )
-        plain = (TOKENS - 1) * verify(1, 1)
-        return [plain / self.world.run(drafter, TOKENS).seconds["verify"] for _ in range(calls)]
+        return [speed(self.world, drafter) for _ in range(calls)]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
@@ -88,25 +88,25 @@ def test_calls_that_sleep_wake_up_when_the_machine_is_faster():
     """The debt of probes that ran beside other processes says nothing about an idle machine."""
     pace = [8.0]
     world = World(lambda rows, nodes: pace[0] * verify(rows, nodes), noise=lambda rng: 1.0)
-    drafter = world.drafter(lambda row, position: [0.85] * 10, head_cost, **CHAINS)
+    drafter = world.drafter(always(0.85), head_cost, **CHAINS)
     memory = memory_of(world.model, drafter)
-    world.run(drafter, TOKENS)
+    world.run(drafter, 128)
     for pace[0] in (8.0, 8.0 / FASTER + 0.1, 1.0):
         memory.credit, memory.sleep.rows, memory.sleep.steps = -9.0, 1, {Source.MODEL: 1000}
         memory.verify.curve(1, 200).add(1, 8 * verify(1, 1), steps=5)
         drafts = len(drafter.asked)
-        world.run(drafter, TOKENS)
+        world.run(drafter, 128)
         assert len(drafter.asked) == drafts  # the call has slept
         assert (memory.credit == MAX_CREDIT) == (pace[0] == 1.0)
         assert (memory.sleep.steps[Source.MODEL] == 0) == (pace[0] == 1.0)
-    world.run(drafter, TOKENS)
+    world.run(drafter, 128)
     assert len(drafter.asked) > drafts
 
 
 def test_a_call_that_sleeps_and_ends_with_its_first_token():
     world = World(verify)
-    drafter = world.drafter(lambda row, position: [0.85] * 10, head_cost, **CHAINS)
-    world.run(drafter, TOKENS)
+    drafter = world.drafter(always(0.85), head_cost, **CHAINS)
+    world.run(drafter, 128)
     memory = memory_of(world.model, drafter)
     memory.sleep.rows, memory.sleep.steps, credit = 1, {Source.MODEL: 1000}, memory.credit
     assert world.run(drafter, 1).steps == 0
@@ -117,7 +117,7 @@ def test_one_interrupted_probe_costs_little_credit():
     """The first draft is a probe, and takes as long as a hundred plain steps; later ones do not."""
     world = World(verify, noise=lambda rng: 1.0)
     drafter = world.drafter(
-        lambda row, position: [0.85] * 10,
+        always(0.85),
         lambda depth: head_cost(depth) + 300 * MS * (len(drafter.asked) == 1),
         **CHAINS,
     )
@@ -130,11 +130,10 @@ def test_one_interrupted_probe_costs_little_credit():
 # --- curves
 
 
-def measured(times: dict[int, float], elapsed: Elapsed) -> Curve:
-    """A curve of the times by size, measured in this order."""
-    curve = Curve(elapsed=elapsed)
+def measured(curve: Curve, times: dict[int, float]) -> Curve:
+    """The curve with as many times of each size as it keeps, measured in this order."""
     for size, seconds in times.items():
-        for _ in range(9):
+        for _ in range(WINDOW):
             curve.add(size, seconds)
     return curve
 
@@ -150,20 +149,16 @@ def measured(times: dict[int, float], elapsed: Elapsed) -> Curve:
     ],
 )
 def test_later_times_of_other_sizes_limit_a_size(times, size, seconds):
-    assert measured(times, Elapsed())(size) == seconds
+    assert measured(Curve(elapsed=Elapsed()), times)(size) == seconds
 
 
 def test_curves_without_elapsed_time_keep_their_times():
-    curve = Curve()
-    for size, seconds in ((1, 9.0), (4, 2.0)):
-        for _ in range(9):
-            curve.add(size, seconds)
-    assert curve(1) == 9.0
+    assert measured(Curve(), {1: 9.0, 4: 2.0})(1) == 9.0
 
 
 def test_old_times_give_way_to_estimates_and_the_smallest_size_stays():
     elapsed = Elapsed()
-    curve = measured({1: 1.0, 2: 1.1, 6: 3.0}, elapsed)
+    curve = measured(Curve(elapsed=elapsed), {1: 1.0, 2: 1.1, 6: 3.0})
     elapsed.seconds = FIRST_VALID * 3.0 - 1.0
     curve.add(1, 1.0, steps=5)
     curve.add(2, 1.1)
@@ -172,41 +167,36 @@ def test_old_times_give_way_to_estimates_and_the_smallest_size_stays():
     curve.add(1, 1.0, steps=5)
     assert curve(6) == pytest.approx(1.5)  # the line through 1 and 2
     elapsed.seconds *= 100
-    for _ in range(9):
-        curve.add(2, 1.0)
+    measured(curve, {2: 1.0})
     assert curve(1) == 1.0  # an estimate is smaller
 
 
 def test_new_times_replace_old_ones_and_confirmed_times_are_valid_for_longer():
     elapsed = Elapsed()
-    curve = measured({1: 1.0, 6: 5.0}, elapsed)
+    curve = measured(Curve(elapsed=elapsed), {1: 1.0, 6: 5.0})
     valid = FIRST_VALID
     for _ in range(5):
         elapsed.seconds += valid * 5.0 + 1.0
         curve.add(6, 5.0)
         assert curve.count(6) == 1
-        for _ in range(8):
-            curve.add(6, 5.0)
+        measured(curve, {6: 5.0})
         valid = min(2 * valid, LAST_VALID)
     elapsed.seconds += LAST_VALID * 5.0 - 1.0
     curve.add(1, 1.0, steps=5)
     assert curve(6) == 5.0
-    for _ in range(9):
-        curve.add(6, 12.0)  # more than twice as long
-    elapsed.seconds += (
-        FIRST_VALID * 6.0 + 1.0
-    )  # size 1 was measured before: it does not limit size 6
+    measured(curve, {6: 12.0})  # more than twice as long
+    elapsed.seconds += FIRST_VALID * 6.0 + 1.0
     curve.add(1, 1.0, steps=5)
     assert curve(6) < 5.0
 
 
-def test_times_of_passes_in_other_batches_become_old_too():
+@pytest.mark.parametrize(("costs", "key"), [(VerifyCosts, 100), (DraftCosts, CHAIN)])
+def test_curves_of_all_batches_become_old(costs, key):
     elapsed = Elapsed()
-    costs = VerifyCosts(elapsed)
-    curve = costs.curve(2, 100)
-    for size, seconds in ((1, 1.0), (2, 1.1), (6, 5.0)):
-        for _ in range(9):
-            curve.add(size, seconds)
-    elapsed.seconds = FIRST_VALID * 5.0 + 1.0
-    curve.add(1, 1.0, steps=5)
-    assert curve(6) < 2.0
+    curves = costs(elapsed)
+    for rows in (2, 1):
+        curve = curves.curve(rows, key)
+        measured(curve, {1: 1.0, 2: 1.1, 6: 5.0})
+        elapsed.seconds += FIRST_VALID * 5.0 + 1.0
+        curve.add(1, 1.0, steps=5)
+        assert curve(6) < 2.0

@@ -16,7 +16,17 @@ import pytest
 import torch
 from helpers.checks.lossless import generate, plain_text
 from helpers.command_line import words
-from helpers.decoding_world import World, WorldDrafter
+from helpers.decoding_world import (
+    CHAINS,
+    MS,
+    World,
+    WorldDrafter,
+    always,
+    head_cost,
+    lookup_cost,
+    speed,
+    verify,
+)
 from helpers.models.tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 
 import specdec_ext
@@ -39,33 +49,6 @@ from specdec_ext.schedule.options import CHAIN, Source, kind_of, name_of
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.schedule.report import Gain
 from specdec_ext.tree.config import LOOKUP, Lookup
-
-MS = 1e-3
-CHAINS = {"depths": (1, 2, 3, 4, 5, 6, 7)}
-
-
-def verify(rows: int, nodes: int) -> float:
-    """Seconds of a pass: 3 ms, plus 12 % per further node, plus 35 % per further row."""
-    return 3 * MS * (1 + 0.12 * (nodes - 1)) * (1 + 0.35 * (rows - 1))
-
-
-def head_cost(depth: int) -> float:
-    return (0.3 + 0.18 * depth) * MS
-
-
-def lookup_cost(depth: int) -> float:
-    return 0.04 * MS
-
-
-def always(chance: float):
-    return lambda row, position: [chance] * 10
-
-
-def speed(world: World, drafter, tokens: int = 128, **kwargs) -> float:
-    """The speed of one call relative to plain decoding."""
-    plain = (tokens - 1) * world.verify(world.rows, 1)
-    return plain / world.run(drafter, tokens, **kwargs).seconds["verify"]
-
 
 # --- never slower
 

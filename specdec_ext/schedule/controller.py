@@ -579,10 +579,11 @@ class Controller(Policy):
         # A lookup that is dropped leaves the processor's caches as they are.
         if nodes > 1 or (self._option is not None and self._option.source is Source.MODEL):
             self._unsettle(after_draft=True)
-        if drafted:
-            self._longest_draft = self._learn_draft(draft_ended - began, accepted, context)
-        took, emitted = now - began, sum(map(len, accepted.emitted))
         reference = verify(1)
+        if drafted:
+            drafting = draft_ended - began
+            self._longest_draft = self._learn_draft(drafting, accepted, context, reference)
+        took, emitted = now - began, sum(map(len, accepted.emitted))
         longest_pass = _credible(verify, nodes, verify.count(nodes) < TRUSTED, reference)
         charged = min(took, self._longest_draft + longest_pass)
         spent = 0.0 if drafted else self._settle(1, took, reference)
@@ -688,8 +689,18 @@ class Controller(Policy):
             earned = (self._settings.probing * took - spent) / plain
             self._memory.credit = min(self._memory.credit + earned, MAX_CREDIT)
 
-    def _learn_draft(self, seconds: float, accepted: Accepted, context: Context) -> float:
-        """Learn the cost and the acceptance of a draft; returns the longest time of such drafts."""
+    def _learn_draft(
+        self, seconds: float, accepted: Accepted, context: Context, plain: float | None
+    ) -> float:
+        """Learn the cost and the acceptance of a draft.
+
+        Args:
+            seconds: of the draft.
+            plain: seconds of a plain step, if known.
+
+        Returns:
+            The longest time that such a draft takes by itself, in seconds.
+        """
         assert self._proposal is not None and self._option is not None
         tree, kinds = self._proposal
         shape = self._option.shape
@@ -721,7 +732,7 @@ class Controller(Policy):
         if self._probing and hits:  # successful: probe the source again at once
             self._interval[source] = 1
         is_new = len(curve.sizes) == 1 and curve.count(size) == 1
-        return _credible(curve, size, is_new, self._curve(context)(1))
+        return _credible(curve, size, is_new, plain)
 
     def _count_step(self, nodes: int) -> None:
         """Count this step, in which ``nodes`` nodes per row were scored, in the statistics."""

@@ -26,8 +26,6 @@ REFRESHED = 8
 FIRST_SLOPE = 0.03
 # Context lengths up to this one share a curve, and so do those up to twice, four times, ... this length.
 SHORT_CONTEXT = 512
-
-
 # The times of a size are old after this many times as long, at first and at most. The number doubles when a
 # new time confirms old ones, which it does if it is at most ``CONFIRMING`` times as long.
 FIRST_VALID, LAST_VALID, CONFIRMING = 100, 800, 2.0
@@ -62,7 +60,8 @@ class Curve:
         self._limited: dict[int, float] = {}
         self._answers: dict[int, float | None] = {}
         self._age = 0  # number of times added since then
-        self._measured: dict[int, float] = {}  # size -> elapsed seconds at its last time
+        # Size -> elapsed seconds at its last time, in the order of last times.
+        self._measured: dict[int, float] = {}
         self._valid: dict[int, int] = {}  # size -> its times are old after this many times as long
 
     def add(self, size: int, seconds: float, steps: int = 1) -> None:
@@ -81,9 +80,10 @@ class Curve:
         for known in (self._medians, self._limited, self._answers):
             known.pop(size, None)
         if self._elapsed is not None:
-            self._measured.pop(size, None)  # the sizes are in the order of their last times
+            self._measured.pop(size, None)
             self._measured[size] = self._elapsed.seconds
         self._age += 1
+        # During several steps, other sizes may have become old.
         if self._age >= REFRESHED or steps > 1 or len(self._times[size]) <= TRUSTED:
             self._limited.clear()
             self._answers.clear()
