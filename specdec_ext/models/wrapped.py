@@ -48,9 +48,10 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
             "adapter together"
         )
     modules = modules_of(model)
-    if any("_hf_hook" in vars(module) for module in modules):
-        return  # accelerate loads the offloaded weights when they are needed
-    if any(each.is_meta for each in parameters_in(modules)):
+    if not any(each.is_meta for each in parameters_in(modules)):
+        return
+    # With its hooks, accelerate loads the offloaded weights when they are needed.
+    if not any("_hf_hook" in vars(module) for module in modules):
         empty = next(name for name, each in model.named_parameters() if each.is_meta)
         raise ValueError(
             f"{name} has no weights: {empty} is on the meta device; load it with from_pretrained"
