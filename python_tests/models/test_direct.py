@@ -31,6 +31,7 @@ from specdec_ext.models.compat import CACHE
 from specdec_ext.models.findings import findings_of
 from specdec_ext.models.passes import known_code
 from specdec_ext.models.passes.direct import direct_pass as direct
+from specdec_ext.models.passes.direct.direct_pass import PACKED_ROWS, SPLIT_KEYS, WAVE_FLOATS
 from specdec_ext.models.passes.direct.families import FAMILIES
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
@@ -213,9 +214,31 @@ def test_work_bytes_count_the_buffers_of_experts():
     hidden, experts = 32, 4
     assert [dense.form.top_k, sparse.form.top_k] == [0, 2]
     extra = 2 * hidden + 4 * (hidden + experts)
-    assert sparse.work_bytes(7) - dense.work_bytes(7) == 7 * extra
+    assert sparse.work_bytes(1, 7, 7) - dense.work_bytes(1, 7, 7) == 7 * extra
     widest = direct_pass(tiny_model("qwen2_moe", dtype=torch.bfloat16))
-    assert widest.work_bytes(1) == dense.work_bytes(1) + extra + 4  # a fifth expert
+    assert widest.work_bytes(1, 1, 1) == dense.work_bytes(1, 1, 1) + extra + 4  # a fifth expert
+
+
+def test_work_bytes_count_what_attention_keeps():
+    """Values, a maximum and a sum of each head, in float32, for each 256 keys; at most 16 MiB."""
+    full, window = (direct_pass(tiny_model(each)) for each in ("llama", "mistral-window"))
+    heads, head_dim, (reach,) = 4, 8, set(window.windows)
+    split = 4 * heads * (head_dim + 2)
+    assert full.work_bytes(2, 3, 257) - full.work_bytes(2, 3, 256) == 2 * 3 * split
+    assert window.work_bytes(1, 3, 5000) == window.work_bytes(1, 3, reach + 3)
+    limit = full.work_bytes(1, 512, 1 << 24) - full.work_bytes(1, 512, 0)
+    assert limit == 4 * WAVE_FLOATS == 16 << 20
+
+
+def test_work_bytes_know_the_limits_of_the_ops():
+    sources = "".join(path.read_text() for path in (ROOT / "csrc" / "cpu").rglob("*.[ch]*"))
+    for name, value in (
+        ("kSplitKeys", SPLIT_KEYS),
+        ("kWaveFloats", WAVE_FLOATS),
+        ("kManyPassRows", PACKED_ROWS),
+    ):
+        (found,) = re.findall(rf"constexpr int64_t {name} = (?:1 << )?(\d+);", sources)
+        assert value in (int(found), 1 << int(found) if int(found) < 60 else None)
 
 
 def test_generation_uses_the_fused_pass(model, op_calls):

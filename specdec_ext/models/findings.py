@@ -115,7 +115,7 @@ def parameters_in(modules: list[nn.Module]) -> list[nn.Parameter]:
 def _attributes(
     module: nn.Module,
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any], tuple[dict[str, Any], ...]]:
-    """Return a copy of a module's attributes, a function that picks the dicts among them, and copies of these.
+    """Return a copy of a module's attributes, a function that picks those that are dicts, and their copies.
 
     One comparison of all dicts takes less time than one of each: every call compares those of all modules.
     """

@@ -202,7 +202,7 @@ class LanguageModel:
         # The first draft is scored in both ways. So are two parts of a prompt, unless modules read all of it.
         part = tokens if whole else min(tokens, COMPARED_COLUMNS)
         passed = self._by_modules(rows, tokens, whole, part)
-        work = self._direct.work_bytes(rows * min(tokens, DIRECT_COLUMNS))
+        work = self._direct.work_bytes(rows, min(tokens, DIRECT_COLUMNS), tokens)
         return replace(passed, work=max(passed.work, work))
 
     def _by_modules(

@@ -35,6 +35,10 @@ from specdec_ext.ops.quantise import QuantisedWeight
 # Kinds of passes; see also end_of_prompt.
 PROMPT, TREE = "prompt", "tree"
 
+# Limits of the buffers that ops on the CPU keep between calls: kSplitKeys and kWaveFloats of
+# csrc/cpu/attention, kManyPassRows of csrc/cpu/products.
+SPLIT_KEYS, WAVE_FLOATS, PACKED_ROWS = 256, 1 << 22, 512
+
 # Of each model, the kinds of passes of which both ways were compared, and whether they agreed.
 _agreed: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 
@@ -160,11 +164,12 @@ class DirectPass:
             logits = torch.tanh(logits / self.logits_cap) * self.logits_cap
         return logits, (hidden, states, output)
 
-    def work_bytes(self, count: int) -> int:
-        """Bytes that a pass needs beside its logits: the states of all layers, and the buffers of the op.
+    def work_bytes(self, rows: int, nodes: int, slots: int) -> int:
+        """Bytes that a pass needs beside its logits: the states of all layers, and the buffers of the ops.
 
         Args:
-            count: number of rows times columns or nodes.
+            rows, nodes: the pass scores ``nodes`` tokens of each of ``rows`` rows.
+            slots: the slot after the last one that they attend to.
         """
         layers = [self._outs(layer) for layer in range(len(self.windows))]
         keys, hidden = 2 * self.kv_heads * self.head_dim, self.embedding.shape[1]
@@ -182,9 +187,16 @@ class DirectPass:
             queries,
         ]
         kept = hidden * (len(self.windows) + 2 + self.form.parallel)
-        size = self.embedding.element_size()
+        size, count = self.embedding.element_size(), rows * nodes
         of_experts = hidden * size + (hidden + experts) * torch.float32.itemsize if experts else 0
-        return count * ((sum(widths) + kept) * size + of_experts)
+        # Attention keeps, for each split of the keys, values, a maximum and a sum per head.
+        reach = slots if 0 in self.windows else min(slots, max(self.windows) + nodes)
+        splits = math.ceil(reach / SPLIT_KEYS)
+        partials = count * splits * queries // self.head_dim * (self.head_dim + 2)
+        packed = min(count, PACKED_ROWS) * max(hidden, queries, inner)
+        floats = min(partials, WAVE_FLOATS) + packed
+        own = count * ((sum(widths) + kept) * size + of_experts)
+        return own + floats * torch.float32.itemsize
 
     def _outs(self, layer: int) -> dict[str, int]:
         """Return the number of outputs of all matrices of a layer, of one expert for those of experts."""
