@@ -192,7 +192,8 @@ class DirectPass:
         # Attention keeps, for each split of the keys, values, a maximum and a sum per head.
         reach = slots if 0 in self.windows else min(slots, max(self.windows) + nodes)
         splits = math.ceil(reach / SPLIT_KEYS)
-        partials = count * splits * queries // self.head_dim * (self.head_dim + 2)
+        heads = queries // self.head_dim
+        partials = count * splits * heads * (self.head_dim + 2)
         packed = min(count, PACKED_ROWS) * max(hidden, queries, inner)
         floats = min(partials, WAVE_FLOATS) + packed
         own = count * ((sum(widths) + kept) * size + of_experts)
