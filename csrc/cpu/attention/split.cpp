@@ -32,6 +32,7 @@ class SplitAttention {
   void run() {
     if (tiles_.paired) tiles_.paired->begin();
     load_queries();
+    fetch(params_.key);
     for_each_prefix_tile([this](const Range& tile) { score_prefix(tile); });
     for_each_node_tile([this](int64_t tile, uint32_t nodes) { score_nodes(tile, nodes); });
     for (int64_t row = 0; row < rows_; ++row) {
@@ -39,6 +40,7 @@ class SplitAttention {
       out_.stats[row] = tiles_.softmax({params_.scale, params_.softcap}, seen.begin - split_.begin,
                                        seen.end - split_.begin, scores_ + row * kSplitKeys);
     }
+    fetch(params_.value);
     std::fill_n(out_.values, padded_rows_ * sizes_.padded_dim, 0.0f);
     if (tiles_.paired) {
       add_paired_values();
@@ -140,32 +142,25 @@ class SplitAttention {
     multiply(queries_, tile_, sizes_.query_dim, padded_rows_, out, out_stride);
   }
 
-  // Prefetches what is needed next, one tile ahead: with few query rows the loops would otherwise
-  // wait for memory. After the keys of the split come its values, then the keys of the next split.
-  // Always inlined, because GCC treats a function that only prefetches as one without effects.
-  __attribute__((always_inline)) void prefetch(const KvTensor& tensor,
-                                               const Range& positions) const {
-    constexpr int64_t kLineBytes = 64;
+  // Brings the keys or values of the prefix into the cache: reads from each line, in several streams, which
+  // the memory serves faster than one (linear_kernel.h). Prefetches of the next tile are slower: they take
+  // the place of those that the processor makes by itself.
+  void fetch(const KvTensor& tensor) const {
+    constexpr int64_t kLineBytes = 64, kStreams = 4;
+    const int64_t count = prefix_.end - prefix_.begin, stream = (count + kStreams - 1) / kStreams;
     const int64_t row_bytes = params_.head_dim * element_size(params_.type);
-    const void* rows[kTileKeys];
-    find_rows(tensor, positions, rows);
-    for (int64_t i = 0; i < positions.end - positions.begin; ++i) {
-      const auto* row = static_cast<const std::byte*>(rows[i]);
+    const void* rows[kSplitKeys];
+    find_rows(tensor, prefix_, rows);
+    for (int64_t first = 0; first < stream; ++first) {
       for (int64_t byte = 0; byte < row_bytes; byte += kLineBytes) {
-        __builtin_prefetch(row + byte, 0, 2);
+        for (int64_t i = first; i < count; i += stream) {
+          static_cast<void>(static_cast<const volatile std::byte*>(rows[i])[byte]);
+        }
       }
     }
   }
 
-  Range next_tile(const Range& tile, int64_t end) const {
-    return Range{tile.end, tile.end + kTileKeys}.intersection({0, end});
-  }
-
   void score_prefix(const Range& tile) {
-    prefetch(params_.key, next_tile(tile, prefix_.end));
-    if (tile.end == prefix_.end) {
-      prefetch(params_.value, next_tile({prefix_.begin, prefix_.begin}, prefix_.end));
-    }
     const int64_t tile_begin = tile.begin / kTileKeys * kTileKeys;
     const void* keys[kTileKeys] = {};
     find_rows(params_.key, tile, keys + (tile.begin - tile_begin));
@@ -189,8 +184,6 @@ class SplitAttention {
   }
 
   void add_prefix_values(const Range& tile) {
-    prefetch(params_.value, next_tile(tile, prefix_.end));
-    if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.num_prefix_slots()));
     const void* rows[kTileKeys];
     const float* values[kTileKeys];
     const int64_t count = tile.end - tile.begin;
@@ -264,8 +257,6 @@ class SplitAttention {
       const Range tile{begin, begin + kTileKeys};
       const BFloat16* values[kTileKeys] = {};
       find_values(tile.intersection(prefix_), begin, values);
-      prefetch(params_.value, next_tile(tile, prefix_.end));
-      if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.num_prefix_slots()));
       const bool has_nodes = row_.num_tiles() > 0 && tile.end > row_.prefix_length();
       const float* weights = scores_ + (begin - split_.begin);
       if (has_nodes || !tiles_.paired->multiply_add(weights, kSplitKeys, values, sizes_.padded_dim,

@@ -155,34 +155,30 @@ class IntegersKernel {
     const WeightCodes& codes = params.codes;
     if (codes.has_offsets) {
       const float* pairs = static_cast<const float*>(codes.scales);
-      spread<kOuts>(params, tile, stride, [=](int64_t g) { return pairs[2 * g]; }, numbers);
-      spread<kOuts>(
-          params, tile, stride, [=](int64_t g) { return pairs[2 * g + 1]; },
-          numbers + kTileOuts * stride);
+      spread<kOuts, 2>(params, tile, stride, pairs, numbers);
+      spread<kOuts, 2>(params, tile, stride, pairs + 1, numbers + kTileOuts * stride);
     } else if (codes.scale_type == FloatType::kFloat32) {
-      const float* scales = static_cast<const float*>(codes.scales);
-      spread<kOuts>(params, tile, stride, [=](int64_t g) { return scales[g]; }, numbers);
+      spread<kOuts, 1>(params, tile, stride, static_cast<const float*>(codes.scales), numbers);
     } else {
-      const BFloat16* scales = static_cast<const BFloat16*>(codes.scales);
-      spread<kOuts>(params, tile, stride, [=](int64_t g) { return to_float(scales[g]); }, numbers);
+      spread<kOuts, 1>(params, tile, stride, static_cast<const BFloat16*>(codes.scales), numbers);
     }
   }
 
-  // Writes number(g) for each block of group g, of all groups of a tile's weight rows, and zeros behind the
-  // last block of each.
-  template <int kOuts, typename Number>
+  // Writes stored[kStep g] for each block of group g, of all groups of a tile's weight rows, and zeros behind
+  // the last block of each.
+  template <int kOuts, int kStep, typename T>
   SPECDEC_LINEAR_INLINE static void spread(const LinearParams& params, const OutTile& tile,
-                                           int64_t stride, const Number& number, float* numbers) {
+                                           int64_t stride, const T* stored, float* numbers) {
     const int64_t groups = params.codes.groups;
     const int64_t blocks = (params.in_features + kCodeBlock - 1) / kCodeBlock;
     const int64_t each = groups == 1 ? blocks : params.codes.group_size / kCodeBlock;
     for (int64_t out = 0; out < tile.count * kOuts; ++out, numbers += stride) {
-      const int64_t g = tile.block(out / kOuts).at(out % kOuts) * groups;
+      const T* own = stored + tile.block(out / kOuts).at(out % kOuts) * groups * kStep;
       if (each == 1) {
-        for (int64_t i = 0; i < groups; ++i) numbers[i] = number(g + i);
+        for (int64_t i = 0; i < groups; ++i) numbers[i] = to_float(own[i * kStep]);
       } else {
         for (int64_t i = 0; i < groups; ++i) {
-          const float value = number(g + i);
+          const float value = to_float(own[i * kStep]);
           const int64_t end = std::min(blocks, (i + 1) * each);
           // What is beyond the end is overwritten, or unused.
           for (int64_t b = i * each; b < end; b += kFilled) {
@@ -190,7 +186,10 @@ class IntegersKernel {
           }
         }
       }
-      std::fill(numbers + blocks, numbers + stride, 0.0f);
+      // Compilers make a call of std::fill, which takes as long as the rest.
+      SPECDEC_UNROLL for (int64_t i = 1; i < kUnitBlocks; ++i) {
+        if (blocks + i <= stride) numbers[stride - i] = 0.0f;
+      }
     }
   }
 
