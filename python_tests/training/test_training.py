@@ -29,7 +29,7 @@ from specdec_ext.training.data.mixture import mixed
 from specdec_ext.training.evaluation import HeldOut, _walk, evaluate, sampled_texts
 from specdec_ext.training.objectives.eagle import EagleObjective
 from specdec_ext.training.objectives.medusa_heads import MedusaObjective
-from specdec_ext.training.objectives.objective import Step
+from specdec_ext.training.objectives.objective import Step, rows_of
 from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.optimizers import scale
 from specdec_ext.training.order import epoch_batches
@@ -148,9 +148,10 @@ def test_the_target_itself_would_draft_every_drawn_token(kind, tmp_path, monkeyp
     assert all(each.loss_mask.tolist() == [False] * 7 + [True] * 15 for each in drawn)
     batch, lm_head = features(drawn), model.get_output_embeddings().weight
 
-    def unroll(batch, steps):
-        n = batch.tokens.shape[1]
-        yield from (Step(batch.last_hidden[:, 1 + i : n - 1], lm_head) for i in range(steps))
+    def unroll(batch, steps, elements):
+        for step in range(steps):
+            columns = (1 + step + elements).clamp(max=batch.tokens.shape[1] - 1)
+            yield Step(rows_of(batch.last_hidden, columns), lm_head)
 
     monkeypatch.setattr(objective, "unroll", unroll)
     monkeypatch.setattr(objective, "draft_to_target", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -52,32 +53,49 @@ class TableTeacher:
         return last_hidden @ self.table.mT
 
 
+@pytest.fixture(params=["all elements", "wanted elements"])
+def unrolled(request, monkeypatch):
+    """Later steps compute all elements of these short texts, or only those that the loss wants."""
+    if request.param == "wanted elements":
+        monkeypatch.setattr("specdec_ext.training.objectives.objective.COLUMNS", 1)
+
+
 @pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_attention_is_one_softmax_over_a_causal_block_and_a_diagonal(window, depth):
+@pytest.mark.parametrize(
+    ("depth", "some"), [(0, False), (1, False), (3, False), (1, True), (3, True)]
+)
+def test_attention_is_one_softmax_over_a_block_and_a_diagonal(window, depth, some):
     rows, heads, kv_heads, n, size = 2, 4, 2, 7, 8
-    queries = random(rows, heads, n, size)
-    keys = [random(rows, kv_heads, n, size, seed=1 + i) for i in range(depth + 1)]
-    values = [random(rows, kv_heads, n, size, seed=9 + i) for i in range(depth + 1)]
-    mixed = unrolled_attention(queries, keys, values, window)
-    for head in range(heads):
-        for t in range(n):
-            seen = [(0, s) for s in range(t + 1)] + [(i, t) for i in range(1, depth + 1)]
-            if window is not None:
-                seen = [(i, s) for i, s in seen if i + s > depth + t - window]
-            kv = head // (heads // kv_heads)
-            scores = torch.stack([keys[i][:, kv, s] for i, s in seen], dim=1)
-            scores = (scores @ queries[:, head, t, :, None])[..., 0] * size**-0.5
-            found = torch.stack([values[i][:, kv, s] for i, s in seen], dim=1)
-            expected = (scores.softmax(dim=1)[..., None] * found).sum(dim=1)
-            torch.testing.assert_close(mixed[:, head, t], expected)
+    elements = [[0, 1, 4, 6], [2, 3, 4, 5]] if some else [list(range(n))] * rows
+    m = len(elements[0])
+    queries = random(rows, heads, m, size)
+    counts = [n] + [m] * depth
+    keys = [random(rows, kv_heads, count, size, seed=1 + i) for i, count in enumerate(counts)]
+    values = [random(rows, kv_heads, count, size, seed=9 + i) for i, count in enumerate(counts)]
+    mixed = unrolled_attention(
+        queries, keys, values, window, torch.tensor(elements) if some else None
+    )
+    for row, head, j in itertools.product(range(rows), range(heads), range(m)):
+        t, kv = elements[row][j], head // (heads // kv_heads)
+        # Step, index in the step, element.
+        seen = [(0, s, s) for s in range(t + 1)] + [(i, j, t) for i in range(1, depth + 1)]
+        if window is not None:
+            seen = [(i, at, s) for i, at, s in seen if i + s > depth + t - window]
+        scores = torch.stack([keys[i][row, kv, at] for i, at, _ in seen])
+        weights = (scores @ queries[row, head, j] * size**-0.5).softmax(dim=0)
+        found = torch.stack([values[i][row, kv, at] for i, at, _ in seen])
+        torch.testing.assert_close(mixed[row, head, j], weights @ found)
 
 
-def test_attention_has_the_gradients_of_its_formula():
-    shapes = [(1, 2, 4, 4)] + [(1, 1, 4, 4)] * 6
+@pytest.mark.parametrize("elements", [None, [[0, 2, 3]]])
+def test_attention_has_the_gradients_of_its_formula(elements):
+    m = 4 if elements is None else 3
+    blocks = [(1, 1, 4, 4), *[(1, 1, m, 4)] * 2] * 2
+    shapes = [(1, 2, m, 4), *blocks]
     inputs = [random(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    chosen = None if elements is None else torch.tensor(elements)
     assert torch.autograd.gradcheck(
-        lambda q, *kv: unrolled_attention(q, list(kv[:3]), list(kv[3:])), inputs
+        lambda q, *kv: unrolled_attention(q, list(kv[:3]), list(kv[3:]), None, chosen), inputs
     )
 
 
@@ -140,7 +158,7 @@ def naive_losses(objective, batch: Batch, teacher: TableTeacher) -> torch.Tensor
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3.1", "no-fc", "p-eagle", "medusa"])
-def test_losses_are_means_over_masked_tokens(kind):
+def test_losses_are_means_over_masked_tokens(kind, unrolled):
     if kind == "medusa":
         config = MedusaConfig(STEPS, 1, 32, VOCAB, 61)
         shapes = config.tensor_shapes()
@@ -164,11 +182,13 @@ def test_losses_are_means_over_masked_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle3.1", "qk-norm-window", "p-eagle"])
-def test_gradients_flow_through_the_steps(kind):
+def test_gradients_flow_through_the_steps(kind, unrolled):
     """The change of the loss in a random direction of all weights is that of its gradients."""
     head = head_of(kind, dtype=torch.float64)
     objective = objective_of(head)
     batch = random_batch(head, rows=2, columns=9)
+    batch.loss_mask[0, :5] = False
+    batch.loss_mask[1, 7:] = False
     teacher = TableTeacher(VOCAB, batch.last_hidden.shape[-1])
     objective(batch, teacher)[0].backward()
     parameters = list(objective.parameters())
@@ -191,7 +211,7 @@ def test_gradients_flow_through_the_steps(kind):
 
 
 @pytest.mark.parametrize("token", [STEPS + 1, 6, 8])
-def test_mask_belongs_to_the_predicted_token(token):
+def test_mask_belongs_to_the_predicted_token(token, unrolled):
     """The loss depends only on the target's distribution before the masked token."""
     head = head_of("eagle3.1", dtype=torch.float64)
     objective = objective_of(head)
@@ -209,7 +229,7 @@ def test_mask_belongs_to_the_predicted_token(token):
         assert bool((others != losses).any()) == (column == token - 1)
 
 
-def test_first_tokens_have_fewer_steps():
+def test_first_tokens_have_fewer_steps(unrolled):
     """Step 0 of element 0 predicts token 2; later steps would need an earlier element."""
     head = head_of("eagle3.1", dtype=torch.float64)
     objective = objective_of(head)
@@ -220,7 +240,7 @@ def test_first_tokens_have_fewer_steps():
     assert (losses > 0).tolist() == [True, False, False]
 
 
-def test_paddings_do_not_change_agreement():
+def test_paddings_do_not_change_agreement(unrolled):
     model = copy.deepcopy(tiny_model("llama")).double()
     features, teacher = OnlineFeatures(model, (1, 2, 3)), Teacher(model)
     texts = greedy_examples(2, prompt=3, length=14)
@@ -235,7 +255,7 @@ def test_paddings_do_not_change_agreement():
     assert torch.equal(both.accepted, torch.cat([each.accepted for each in alone]))
 
 
-def test_agreement_counts_what_greedy_decoding_would_accept():
+def test_agreement_counts_what_greedy_decoding_would_accept(unrolled):
     """At every place of a greedy text, accepted drafts are those that the specification drafts correctly."""
     model = tiny_model("llama")
     (text,) = greedy_examples(1, prompt=4, length=24)

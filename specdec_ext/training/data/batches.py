@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 
 # Batch.rounded pads to multiples of this number of columns.
-_COLUMNS = 32
+COLUMNS = 32
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Batch:
         oneDNN compiles a kernel for each new shape of a matrix product, which takes 3 to 6 times as long as
         the product. Rounding keeps the number of shapes small.
         """
-        spare = -self.tokens.shape[1] % _COLUMNS
+        spare = -self.tokens.shape[1] % COLUMNS
         if spare == 0:
             return self
         return replace(

@@ -10,7 +10,8 @@ output back. It is trained in the same way, at all elements t of a text at once:
 The layers are those of the specification (:class:`~specdec_ext.reference.draft_head_layers.HeadFormulas`).
 Element t of step i attends to the elements up to t of step 0 and to element t of steps 1 to i
 (:mod:`specdec_ext.training.objectives.attention`), as a drafted node attends to the committed elements and
-its ancestors.
+its ancestors. No other element reads element t of steps 1 to i, so these compute only the elements with
+tokens of the loss mask ahead: the prompt of a chat costs one step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from specdec_ext.heads.rope import rope_tables
 from specdec_ext.reference.draft_head_layers import HeadFormulas
 from specdec_ext.training.data.batches import Batch
 from specdec_ext.training.objectives.attention import unrolled_attention
-from specdec_ext.training.objectives.objective import Objective, Step
+from specdec_ext.training.objectives.objective import Objective, Step, rows_of
 
 Past = tuple[list[Tensor], list[Tensor]]
 
@@ -57,7 +58,7 @@ class EagleObjective(HeadFormulas, Objective):
             shared = None if f"{name}.weight" in head.tensors else given.detach()
             self.register_buffer(f"target_{name}", shared, persistent=False)
 
-    def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
+    def unroll(self, batch: Batch, steps: int, elements: Tensor | None = None) -> Iterator[Step]:
         config, columns = self.config, batch.tokens.shape[1]
         embedding, lm_head = self._maybe_shared("embed_tokens"), self._maybe_shared("lm_head")
         wide = torch.float64 if lm_head.dtype == torch.float64 else torch.float32
@@ -66,12 +67,21 @@ class EagleObjective(HeadFormulas, Objective):
         )
         past: list[Past] = [([], []) for _ in range(config.num_layers)]
         n = columns - 2
+        if elements is not None and elements.shape[1] == n:
+            elements = None  # a causal block is faster than the same as a mask
         # Tokens after the text: the last elements of later steps read them, and nothing depends on these.
         padded = F.pad(batch.tokens, (0, steps))
         # Output of the step before; at step 0 the target's hidden states.
         feedback = batch.features[:, :n].to(lm_head.dtype)
         for step in range(steps):
-            tokens = padded[:, 1 + step : 1 + step + n]
+            # Step 0 computes all elements, because the later steps attend to its keys and values.
+            computed = None if step == 0 else elements
+            if computed is None:
+                tokens = padded[:, 1 + step : 1 + step + n]
+                tables = cosines[step : step + n], sines[step : step + n]
+            else:
+                tokens = padded.gather(1, 1 + step + computed)
+                tables = cosines[step + computed][:, None], sines[step + computed][:, None]
             if step == 0:
                 embedded = F.embedding(tokens, embedding)
                 hidden = self.combine(embedded, feedback)
@@ -82,9 +92,10 @@ class EagleObjective(HeadFormulas, Objective):
             else:
                 embedded = F.embedding(tokens, embedding)
                 hidden = self.feed_back(embedded, feedback)
-            tables = cosines[step : step + n], sines[step : step + n]
             for index in range(config.num_layers):
-                hidden = self.layer(index, embedded, hidden, tables, past[index])
+                hidden = self.layer(index, embedded, hidden, tables, past[index], computed)
+            if step == 0 and elements is not None:
+                hidden = rows_of(hidden, elements)
             normed, feedback = self.output(hidden)
             yield Step(normed, lm_head)
 
@@ -96,11 +107,12 @@ class EagleObjective(HeadFormulas, Objective):
         """Attention over the earlier steps; appends the keys and values of this step to them."""
         tables: tuple[Tensor, Tensor] = context[0]
         past: Past = context[1]
+        elements: Tensor | None = context[2]
         queries, keys, values = self.projections(index, attended)
         past[0].append(_rotate(keys, *tables))
         past[1].append(values)
         mixed = unrolled_attention(
-            _rotate(queries, *tables), *past, self.config.sliding_windows[index]
+            _rotate(queries, *tables), *past, self.config.sliding_windows[index], elements
         )
         return self._linear(f"layers.{index}.self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
 
@@ -114,7 +126,11 @@ class EagleObjective(HeadFormulas, Objective):
 
 
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate ``[rows, heads, n, head_dim]`` by position; element i is paired with ``rotary / 2 + i``."""
+    """Rotate ``[rows, heads, n, head_dim]`` by position; element i is paired with ``rotary / 2 + i``.
+
+    Args:
+        cosines, sines: ``[n, rotary / 2]``, or ``[rows, 1, n, rotary / 2]``.
+    """
     half = cosines.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cosines, sines = cosines.to(x.dtype), sines.to(x.dtype)

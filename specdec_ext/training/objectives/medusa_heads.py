@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.training.data.batches import Batch
-from specdec_ext.training.objectives.objective import Objective, Step
+from specdec_ext.training.objectives.objective import Objective, Step, rows_of
 
 
 class MedusaObjective(Objective):
@@ -29,9 +29,11 @@ class MedusaObjective(Objective):
         self.config = heads.config
         self.deepest = heads.config.num_heads
 
-    def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
+    def unroll(self, batch: Batch, steps: int, elements: Tensor | None = None) -> Iterator[Step]:
         # All weights have one dtype.
         hidden = batch.last_hidden[:, :-2].to(self.weight("lm_heads.0.weight").dtype)
+        if elements is not None:
+            hidden = rows_of(hidden, elements)
         for head in range(steps):
             lm_head = self.weight(f"lm_heads.{0 if self.config.shared_lm_head else head}.weight")
             x: Tensor = hidden

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec_ext.heads.weights import DraftWeights
-from specdec_ext.training.data.batches import Batch
+from specdec_ext.training.data.batches import COLUMNS, Batch
 from specdec_ext.training.objectives.loss import soft_cross_entropy
 from specdec_ext.training.objectives.noise import noise_of_choice
 from specdec_ext.training.objectives.teacher import Teacher
@@ -42,8 +42,8 @@ class Step:
     """The output of one step for all elements.
 
     Attributes:
-        hidden: ``[rows, columns - 2, hidden]`` input of the output head for the elements. At step i, the last
-            i of them predict no token of the text; nothing else depends on their values.
+        hidden: ``[rows, m, hidden]`` input of the output head for the m elements that are wanted. At step i,
+            the last i of a text's ``columns - 2`` elements predict no token of it.
         lm_head: ``[draft_vocab, hidden]`` weight of the output head.
     """
 
@@ -96,8 +96,15 @@ class Objective(nn.Module, ABC):
         self.register_buffer("draft_to_target", weights.tensors.get("draft_to_target"))
 
     @abstractmethod
-    def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
-        """Yield the steps 0 .. ``steps - 1``; each is computed when it is requested."""
+    def unroll(self, batch: Batch, steps: int, elements: Tensor | None = None) -> Iterator[Step]:
+        """Yield the steps 0 .. ``steps - 1``; each is computed when it is requested.
+
+        Args:
+            batch: the texts.
+            steps: number of steps.
+            elements: ``[rows, m]`` int64, the elements of each text that the steps are wanted of; None for
+                all ``columns - 2`` of them.
+        """
 
     def trained(self) -> Any:
         """Return the current weights without gradients, as an object of the same type as the initial ones."""
@@ -123,19 +130,28 @@ class Objective(nn.Module, ABC):
                 processes, so their sum over the processes is the loss of the whole batch.
         """
         batch = batch.rounded()
-        predicted = torch.stack([self._predicted(batch, 1 + step) for step in range(self.steps)])
-        elements, columns = predicted.flatten(1), batch.tokens.shape[1]
-        taught = elements.any(dim=0)
+        rows, columns = batch.tokens.shape
+        predicts = self._predicts(batch, self.steps)
+        elements = _rounded_nonzero(predicts.any(dim=0))
+        wanted = predicts.gather(2, elements.expand(self.steps, -1, -1))
+        # Step i of element t learns the target's distribution of column t + 1 + i, in columns of all rows.
+        first = columns * torch.arange(rows, device=elements.device)[:, None] + 1 + elements
+        learned = [first[wanted[step]] + step for step in range(self.steps)]
+        taught = torch.zeros(rows * columns, dtype=torch.bool, device=elements.device)
+        taught[torch.cat(learned)] = True
         probs, known = self._teach(teacher, batch.last_hidden.flatten(0, 1)[taught])
         row_of_probs = taught.cumsum(dim=0) - 1
-        elements[:, taught] &= known
-        counts = total(elements.sum(dim=1)).clamp(min=1)
+        chosen = [row_of_probs[each] for each in learned]
+        kept = [known[each] for each in chosen]
+        counts = total(torch.stack([each.sum() for each in kept])).clamp(min=1)
         losses = []
-        for step, output in enumerate(self.unroll(batch, self.steps)):
-            chosen = elements[step].nonzero()[:, 0]
-            hidden = output.hidden[chosen // columns, chosen % columns - 1 - step]
+        for step, output in enumerate(self.unroll(batch, self.steps, elements)):
             sum_of_losses = soft_cross_entropy(
-                _autocast(hidden), output.lm_head, probs, row_of_probs[chosen], self.logit_scale
+                _autocast(output.hidden[wanted[step]][kept[step]]),
+                output.lm_head,
+                probs,
+                chosen[step][kept[step]],
+                self.logit_scale,
             )
             losses.append(sum_of_losses / counts[step])
         stacked = torch.stack(losses)
@@ -161,14 +177,13 @@ class Objective(nn.Module, ABC):
                 (:func:`~specdec_ext.training.objectives.noise.noise_of_choice`).
         """
         columns, batch = batch.tokens.shape[1], batch.rounded()
-        ends = torch.stack([self._predicted(batch, 1 + step) for step in range(steps)])
-        # Element t is column t + 1 of step 0, t + 2 of step 1, ...
-        n = batch.tokens.shape[1] - 1 - steps
-        usable = torch.stack([ends[step, :, 1 + step : 1 + step + n] for step in range(steps)])
-        rows, at = usable.all(dim=0).nonzero(as_tuple=True)
+        usable = self._predicts(batch, steps).all(dim=0)
+        rows, at = usable.nonzero(as_tuple=True)
+        elements = _rounded_nonzero(usable)
+        mine = usable.gather(1, elements)
         ids, accepted = self.draft_to_target, []
-        for step, output in enumerate(self.unroll(batch, steps)):
-            hidden = _autocast(output.hidden[rows, at])
+        for step, output in enumerate(self.unroll(batch, steps, elements)):
+            hidden = _autocast(output.hidden[mine])
             lm_head = output.lm_head.to(hidden.dtype).mT
             states = batch.last_hidden[rows, at + 1 + step]
             follow = batch.tokens[rows, at + 2 + step]
@@ -205,14 +220,27 @@ class Objective(nn.Module, ABC):
             probs.append(logits.softmax(dim=-1))
         return torch.cat(probs), torch.cat(known)
 
-    def _predicted(self, batch: Batch, shift: int) -> Tensor:
-        """Return ``[rows, columns]`` bool: whether an element predicts the token after this column, and that
-        token is in the loss mask.
+    def _predicts(self, batch: Batch, steps: int) -> Tensor:
+        """``[steps, rows, columns - 2]`` bool: whether an element predicts a token of the loss mask."""
+        masks = [F.pad(batch.loss_mask[:, 2 + step :], (0, step)) for step in range(steps)]
+        return torch.stack(masks)
 
-        Args:
-            shift: number of columns from an element to the column before the token that it predicts.
-        """
-        return F.pad(batch.loss_mask[:, shift + 1 :], (shift, 1))
+
+def rows_of(hidden: Tensor, elements: Tensor) -> Tensor:
+    """Return ``[rows, m, hidden]``, the ``elements [rows, m]`` of ``hidden [rows, n, hidden]``."""
+    return hidden.gather(1, elements[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+def _rounded_nonzero(wanted: Tensor) -> Tensor:
+    """Return ``[rows, m]`` int64: the wanted elements of each row, and others, in ascending order.
+
+    Args:
+        wanted: ``[rows, n]`` bool. The row with the most wanted elements determines m, rounded up to a
+            multiple of 32 and at most n (:meth:`Batch.rounded` gives the reason).
+    """
+    most = max(1, int(wanted.sum(dim=1).max()))
+    m = min(most + -most % COLUMNS, wanted.shape[1])
+    return wanted.int().argsort(dim=1, descending=True, stable=True)[:, :m].sort(dim=1).values
 
 
 def _autocast(x: Tensor) -> Tensor:
