@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from helpers.models import zoo
 from helpers.models.tiny import CONFIGS, VOCAB, tiny_model
 from helpers.texts.training_cases import example, greedy_examples, random_batch
 
+from specdec_ext import ops
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
+from specdec_ext.models.passes import linears
 from specdec_ext.training.data.batches import Batch, OnlineFeatures, pad
 from specdec_ext.training.objectives.attention import unrolled_attention
 from specdec_ext.training.objectives.eagle import EagleObjective
@@ -238,6 +241,25 @@ def test_first_tokens_have_fewer_steps(unrolled):
     batch.loss_mask[0, 2] = True
     _, losses = objective(batch, TableTeacher(VOCAB, batch.last_hidden.shape[-1]))
     assert (losses > 0).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_the_target_are_those_of_a_prompt(dtype, monkeypatch):
+    """All matrices of the target, on the CPU; torch's products in bfloat16 are slow without AVX-512."""
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
+    multiplied = []
+
+    def linear(x, weight, bias=None, **kwargs):
+        multiplied.append((id(weight), kwargs))
+        return ops.linear(x, weight, bias, **kwargs)
+
+    monkeypatch.setattr(linears, "ops", SimpleNamespace(linear=linear))
+    features, teacher = OnlineFeatures(model, (1,)), Teacher(model)
+    multiplied.clear()
+    teacher.logits(features(greedy_examples(2, prompt=3, length=14)).last_hidden)
+    matrices = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    assert sorted(each for each, _ in multiplied) == sorted(map(id, matrices))
+    assert all(kwargs == {"many_rows": True} for _, kwargs in multiplied)
 
 
 def test_paddings_do_not_change_agreement(unrolled):

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 
 # Batch.rounded pads to multiples of this number of columns.
 COLUMNS = 32
@@ -83,6 +84,8 @@ class Features(Protocol):
 class OnlineFeatures:
     """Computes the hidden states by running the target on every batch.
 
+    On a CPU, products are those of a prompt during generation (:mod:`specdec_ext.models.passes.linears`).
+
     Args:
         model: the target; its weights get no gradients.
         layers: feature layers, numbered as in ``Drafter.feature_layers``; empty for heads that read only the
@@ -96,6 +99,7 @@ class OnlineFeatures:
         self._model = model
         config: Any = model.config.get_text_config(decoder=True)
         self._recorder = HiddenStateRecorder(model, config, (*layers, -1))
+        self._linears = row_invariant(model)
 
     @torch.no_grad()
     def __call__(self, examples: Sequence[Example]) -> Batch:
@@ -104,7 +108,11 @@ class OnlineFeatures:
         tokens, loss_mask = tokens.to(device), loss_mask.to(device)
         decoder: Any = self._model.get_decoder()
         # Autocast is only for the trained weights; the hidden states must equal those during generation.
-        with torch.autocast(device.type, enabled=False), self._recorder.recording() as states:
+        with (
+            torch.autocast(device.type, enabled=False),
+            row_invariant_linears(self._linears, few_rows=()),
+            self._recorder.recording() as states,
+        ):
             # No attention mask: a causal model ignores padding after the text, and masks cost time.
             decoder(input_ids=tokens, use_cache=False)
         *auxiliary, last_hidden = states

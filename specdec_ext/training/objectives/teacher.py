@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
+
 _CHECKED_TOKENS = 8
 
 
@@ -32,7 +34,7 @@ class Teacher:
                 f"{type(model).__name__} has no output head with a weight; expected a causal language model"
             )
         config: Any = model.config.get_text_config(decoder=True)
-        self._head = head
+        self._head, self._linears = head, row_invariant(head)
         self.weight: Tensor = head.weight.detach()
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = float(getattr(config, "logit_scale", None) or 1.0)
@@ -44,7 +46,10 @@ class Teacher:
         """Return logits ``[..., vocab]`` of ``last_hidden [..., hidden]``: float32, or float64 of float64."""
         wide = torch.float64 if last_hidden.dtype == torch.float64 else torch.float32
         # Autocast is only for the trained weights; the teacher must equal the target.
-        with torch.autocast(last_hidden.device.type, enabled=False):
+        with (
+            torch.autocast(last_hidden.device.type, enabled=False),
+            row_invariant_linears(self._linears, few_rows=()),
+        ):
             logits: Tensor = self._head(last_hidden).to(wide) * self._scale
         return logits if self._cap is None else self._cap * (logits / self._cap).tanh()
 
