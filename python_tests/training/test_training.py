@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from specdec_ext.training.objectives.eagle import EagleObjective
 from specdec_ext.training.objectives.medusa_heads import MedusaObjective
 from specdec_ext.training.objectives.objective import Step, rows_of
 from specdec_ext.training.objectives.teacher import Teacher
-from specdec_ext.training.optimizers import scale
+from specdec_ext.training.optimizers import Float32Products, make_optimizers, scale
 from specdec_ext.training.order import epoch_batches
 from specdec_ext.training.report import write_report
 from specdec_ext.training.start import default_layers, new_head, new_medusa_heads
@@ -210,9 +211,47 @@ def test_matrix_products_are_in_bfloat16_only_where_that_is_fast(
         return forward(self, *arguments)
 
     monkeypatch.setattr(EagleObjective, "forward", recorded)
+    multiplied = []
+
+    class Recorded(Float32Products):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.addmm.default:
+                multiplied.append(args[0].dtype)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr(trainer, "Float32Products", Recorded)
     config = dataclasses.replace(QUICK, updates=2, mixed_precision=asked)
     run(tmp_path, config, random_examples(4, 12))
     assert found == [asked and is_fast] * 2
+    # The products of Muon.
+    assert set(multiplied) == (set() if is_fast else {torch.bfloat16})
+
+
+def test_slow_products_of_bfloat16_are_computed_in_float32():
+    torch.manual_seed(0)
+    a, b, c = torch.randn(3, 40, 40).bfloat16()
+    with Float32Products():
+        product, sum_of_both = a @ b, torch.addmm(c, a, b.mT, beta=0.5, alpha=2)
+        wide = a.float() @ b.float()
+    assert torch.equal(product, (a.float() @ b.float()).bfloat16())
+    assert torch.equal(sum_of_both, (0.5 * c.float() + 2 * (a.float() @ b.mT.float())).bfloat16())
+    assert wide.dtype == torch.float32
+
+
+def test_muon_has_the_same_steps_with_products_in_float32():
+    """Up to the rounding of its products to bfloat16."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(24, 40), torch.randn(24, 40)
+    found = []
+    for products in (nullcontext(), Float32Products()):
+        layer = torch.nn.Linear(40, 24)
+        layer.weight.data.copy_(start)
+        layer.weight.grad = gradient.clone()
+        with products:
+            for optimizer in make_optimizers(layer, "muon", 0.1):
+                optimizer.step()
+        found.append(layer.weight.detach() - start)
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=1e-3)
 
 
 def test_walk_continues_behind_accepted_drafts():

@@ -22,6 +22,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +39,12 @@ from specdec_ext.training.data.fingerprint import fingerprint
 from specdec_ext.training.evaluation import Evaluation, HeldOut, evaluate
 from specdec_ext.training.objectives.objective import Objective
 from specdec_ext.training.objectives.teacher import Teacher
-from specdec_ext.training.optimizers import make_optimizers, scale
+from specdec_ext.training.optimizers import (
+    Float32Products,
+    has_fast_bfloat16,
+    make_optimizers,
+    scale,
+)
 from specdec_ext.training.order import epoch_batches
 
 _log = logging.getLogger(__name__)
@@ -217,7 +223,8 @@ def train(
         summed: Tensor = accelerator.reduce(tensor, reduction="sum")
         return summed
 
-    mixed = config.mixed_precision and has_fast_bfloat16(device)
+    fast_bfloat16 = has_fast_bfloat16(device)
+    mixed = config.mixed_precision and fast_bfloat16
     if mixed != config.mixed_precision:
         _log.info("matrix products are computed in float32: %s is slow in bfloat16", device)
 
@@ -265,9 +272,10 @@ def train(
             # accelerate averages the gradients of the processes, but the losses are parts of a sum.
             accelerator.backward(loss * accelerator.num_processes)
             norm = float(torch.nn.utils.clip_grad_norm_(objective.parameters(), config.clip))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            with nullcontext() if fast_bfloat16 else Float32Products():
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
             counted = total(torch.cat([losses, losses.new_tensor([float(batch.lengths.sum())])]))
             *summed, tokens = counted.tolist()
             if not all(map(math.isfinite, summed)):
@@ -294,17 +302,6 @@ def train(
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
-
-
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether torch multiplies matrices in bfloat16 at least as fast as in float32.
-
-    On processors without AVX-512, oneDNN has no such products, and torch's own take 4 to 30 times as long.
-    """
-    if device.type != "cpu":
-        return True
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return supported
 
 
 def tracked_values(progress: Progress) -> dict[str, float]:
