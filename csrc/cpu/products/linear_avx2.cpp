@@ -19,7 +19,6 @@ struct Avx2 : Transposes {
   using Vector = __m256;
   static constexpr int kParts = 2;
   static constexpr bool kIsSpread = true;
-  static constexpr int kPanelRows = 2;
   static constexpr int kManyRows = 6;
 
   SPECDEC_LINEAR_INLINE static Vector zero() { return _mm256_setzero_ps(); }
@@ -48,6 +47,7 @@ struct Avx2 : Transposes {
 struct Float32 : Avx2, IntegerPacking {
   using Element = float;
   using Operand = __m256;
+  static constexpr int kPanelRows = 3;
   static constexpr int kMaxRows = 3;
   static constexpr int num_outs(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : 2; }
 
@@ -159,6 +159,7 @@ struct BFloat16Split : Avx2 {
   struct Operand {
     __m256 odd, even;
   };
+  static constexpr int kPanelRows = 2;
   static constexpr int kMaxRows = 2;
   static constexpr int num_outs(int rows) { return rows == 1 ? 4 : 2; }
 

@@ -70,17 +70,28 @@ class PanelKernel {
     }
   }
 
-  // Multiplies one unit of every row; units are `stride` elements apart.
+  // Multiplies one unit of every row; units are `stride` elements apart. Registers keep the inputs or the
+  // weights, of which there are fewer.
   template <int kRows>
   SPECDEC_LINEAR_INLINE static void add(const Element* weights, const Element* input,
                                         int64_t stride, Vector (&sums)[kRows][kVectors]) {
-    Operand w[kVectors];
-    SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) {
-      w[i] = F::load(weights + i * kVectorOuts * kUnit);
-    }
-    SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
-      const Operand x = F::broadcast(input + r * stride);
-      SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) F::multiply_add(sums[r][i], w[i], x);
+    if constexpr (kRows < kVectors) {
+      Operand x[kRows];
+      SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) x[r] = F::broadcast(input + r * stride);
+      SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) {
+        Operand w = F::load(weights + i * kVectorOuts * kUnit);
+        if constexpr (kRows > 1) F::keep(w);  // as in linear_kernel.h
+        SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) F::multiply_add(sums[r][i], w, x[r]);
+      }
+    } else {
+      Operand w[kVectors];
+      SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) {
+        w[i] = F::load(weights + i * kVectorOuts * kUnit);
+      }
+      SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+        const Operand x = F::broadcast(input + r * stride);
+        SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) F::multiply_add(sums[r][i], w[i], x);
+      }
     }
   }
 };
