@@ -54,8 +54,8 @@ def unrolled_attention(
     further = torch.stack(list(keys[1:]), dim=3), torch.stack(list(values[1:]), dim=3)
     mask = None
     if elements is not None:
-        hidden = torch.arange(n) > elements[:, None, :, None]
-        mask = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -torch.inf)
+        hidden = torch.arange(n, device="cpu") > elements[:, None, :, None]
+        mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     output: Tensor = _Joined.apply(queries, keys[0], values[0], *further, mask)
     return output
 
