@@ -134,23 +134,25 @@ class Objective(nn.Module, ABC):
         predicts = self._predicts(batch, self.steps)
         elements = _rounded_nonzero(predicts.any(dim=0))
         wanted = predicts.gather(2, elements.expand(self.steps, -1, -1))
-        # Step i of element t learns the target's distribution of column t + 1 + i, in columns of all rows.
+        # Step i of element t learns the target's distribution of column t + 1 + i. The columns of all rows
+        # are counted together; those of unwanted elements may lie behind the last one.
         first = columns * torch.arange(rows, device=elements.device)[:, None] + 1 + elements
-        learned = [first[wanted[step]] + step for step in range(self.steps)]
-        taught = torch.zeros(rows * columns, dtype=torch.bool, device=elements.device)
-        taught[torch.cat(learned)] = True
-        probs, known = self._teach(teacher, batch.last_hidden.flatten(0, 1)[taught])
+        learned = torch.stack([first + step for step in range(self.steps)])
+        taught = torch.zeros(rows * columns + self.steps, dtype=torch.bool, device=elements.device)
+        taught[learned[wanted]] = True
         row_of_probs = taught.cumsum(dim=0) - 1
-        chosen = [row_of_probs[each] for each in learned]
-        kept = [known[each] for each in chosen]
-        counts = total(torch.stack([each.sum() for each in kept])).clamp(min=1)
+        probs, known = self._teach(
+            teacher, batch.last_hidden.flatten(0, 1)[taught[: rows * columns]]
+        )
+        wanted = wanted & taught.masked_scatter(taught, known)[learned]
+        counts = total(wanted.sum(dim=(1, 2))).clamp(min=1)
         losses = []
         for step, output in enumerate(self.unroll(batch, self.steps, elements)):
             sum_of_losses = soft_cross_entropy(
-                _autocast(output.hidden[wanted[step]][kept[step]]),
+                _autocast(output.hidden[wanted[step]]),
                 output.lm_head,
                 probs,
-                chosen[step][kept[step]],
+                row_of_probs[learned[step][wanted[step]]],
                 self.logit_scale,
             )
             losses.append(sum_of_losses / counts[step])
