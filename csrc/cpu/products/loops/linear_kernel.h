@@ -24,6 +24,9 @@
 // streams each, and 39 in one. So the weight rows of a spread block are as far apart as the thread's
 // part of the matrix allows, and the next block has the row after each. Blocks of neighbouring rows
 // prefetch the next block, because the hardware prefetcher restarts with each of their rows.
+//
+// With more input rows, the first block of them would wait for the tile's weights, and the memory would
+// wait for the others. So all of them prefetch the next tile, an equal share in each step.
 #pragma once
 
 #include <array>
@@ -152,6 +155,30 @@ class LinearKernel {
   static constexpr int64_t kPart = kStep / kParts;
   static constexpr int64_t kPartLanes = kLanes / kParts;
 
+  // Prefetches the next tile of spread blocks, whose rows follow those of this one.
+  class NextTile {
+   public:
+    NextTile(const LinearPass& pass, const OutTile& tile)
+        : at_(reinterpret_cast<const std::byte*>(static_cast<const Element*>(pass.params.weight) +
+                                                 tile.block(tile.count).first *
+                                                     pass.params.weight_stride)),
+          spacing_(tile.first.spacing * pass.params.weight_stride * sizeof(Element)),
+          share_(kStepBytes / pass.blocks.count) {}
+
+    template <int kOuts>
+    SPECDEC_LINEAR_INLINE void prefetch_share() {
+      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+        __builtin_prefetch(at_ + i * spacing_, 0, 2);
+      }
+      at_ += share_;
+    }
+
+   private:
+    const std::byte* at_;
+    int64_t spacing_;
+    int64_t share_;  // bytes of a weight row
+  };
+
   // A chunk of in_features.
   struct Chunk {
     const LinearParams& params;
@@ -180,6 +207,9 @@ class LinearKernel {
   SPECDEC_LINEAR_TARGET static void run_tile(const LinearPass& pass, const OutTile& tile) {
     alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
     const LinearParams& params = pass.params;
+    // Smaller blocks of input rows have no registers left for it.
+    constexpr bool kPrefetches = F::kIsSpread && kOuts == F::num_outs(F::kMaxRows);
+    NextTile next(pass, tile);
     const int64_t end = pass.steps * kStep;
     const int64_t chunk_size = even_part(pass.steps, kInputBytes / kRows / kStepBytes) * kStep;
     for (int64_t first = 0; first < end; first += chunk_size) {
@@ -188,8 +218,14 @@ class LinearKernel {
       for_each_row_block<kRows>(pass.blocks, [&]<int kOwnRows>(int64_t row) {
         const Element* inputs =
             reinterpret_cast<const Element*>(pass.inputs) + row * end + kOwnRows * first;
-        run_block<kOwnRows, kOuts>(chunk, tile, inputs, pass.first_row + row,
-                                   lanes + row * kTileOuts * kLanes);
+        float* own_lanes = lanes + row * kTileOuts * kLanes;
+        if (pass.blocks.count > 1) {
+          run_block<kOwnRows, kOuts, kPrefetches>(chunk, tile, inputs, pass.first_row + row,
+                                                  own_lanes, next);
+        } else {
+          run_block<kOwnRows, kOuts, false>(chunk, tile, inputs, pass.first_row + row, own_lanes,
+                                            next);
+        }
       });
     }
   }
@@ -197,23 +233,27 @@ class LinearKernel {
   // Multiplies a block of kRows input rows with a tile. A function of its own, because compilers keep sums
   // in memory where several such loops are in one function. `lanes` is [blocks of the tile][kRows, kOuts,
   // kLanes].
-  template <int kRows, int kOuts>
+  template <int kRows, int kOuts, bool kPrefetches>
   __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk,
                                                                         const OutTile& tile,
                                                                         const Element* inputs,
-                                                                        int64_t row, float* lanes) {
+                                                                        int64_t row, float* lanes,
+                                                                        NextTile& next) {
+    NextTile own = next;  // in registers
     for (int64_t i = 0; i < tile.count; ++i, lanes += kRows * kOuts * kLanes) {
-      multiply<kRows, kOuts>(chunk, tile.block(i), inputs, row, lanes);
+      multiply<kRows, kOuts, kPrefetches>(chunk, tile.block(i), inputs, row, lanes, own);
     }
+    next = own;
   }
 
   template <int kRows, int kOuts>
   using Sums = BlockSums<F, kRows, kOuts>;
 
   // A register block: kRows input rows x kOuts weight rows. `lanes` is [kRows, kOuts, kLanes].
-  template <int kRows, int kOuts>
+  template <int kRows, int kOuts, bool kPrefetches>
   SPECDEC_LINEAR_INLINE static void multiply(const Chunk& chunk, const OutBlock& outs,
-                                             const Element* inputs, int64_t row, float* lanes) {
+                                             const Element* inputs, int64_t row, float* lanes,
+                                             NextTile& next_tile) {
     const Element* weights[kOuts];
     for (int i = 0; i < kOuts; ++i) {
       weights[i] = static_cast<const Element*>(chunk.params.weight) +
@@ -224,7 +264,9 @@ class LinearKernel {
     const int64_t count = chunk.count, next = kOuts * chunk.params.weight_stride;
     int64_t k = 0;
     for (; k + kStep <= count; k += kStep) {
-      if constexpr (!F::kIsSpread && kOuts > 1) {
+      if constexpr (kPrefetches) {
+        next_tile.template prefetch_share<kOuts>();
+      } else if constexpr (!F::kIsSpread && kOuts > 1) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           __builtin_prefetch(weights[i] + k + next, 0, 2);
         }
