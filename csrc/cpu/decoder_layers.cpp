@@ -25,6 +25,7 @@ struct Buffers {
   FloatBuffer heads;      // [count, heads * head_dim]
   FloatBuffer added;      // [count, hidden]
   FloatBuffer attended;   // [count, hidden], only if layers are parallel
+  FloatBuffer last;       // [batch, outputs, hidden], only if not all outputs are computed
   // Only if there are experts:
   FloatBuffer gathered;         // [count, hidden], inputs and outputs of one expert
   FloatBuffer routes;           // [count, experts], weights in float32, -1 for an expert not chosen
@@ -69,8 +70,19 @@ class Layers {
         sums_(buffers.sums.at_least(params.experts > 0 ? params.count() * params.hidden : 1)),
         chosen_(buffers.chosen) {}
 
+  // Runs all layers and the final norm.
   void run() {
-    const void* input = params_.input;
+    const std::byte* input = run_layers();
+    for_each(params_.hidden, [&](int64_t i) {
+      const int64_t row = i * params_.hidden * size_;
+      norm(params_.final_norm, params_.hidden, input + row,
+           static_cast<std::byte*>(params_.output) + row);
+    });
+  }
+
+  // Returns the output of the last layer, or the input if there is no layer.
+  const std::byte* run_layers() {
+    const std::byte* input = static_cast<const std::byte*>(params_.input);
     std::byte* state = static_cast<std::byte*>(params_.states);
     for (const DecoderLayer& layer : params_.layers) {
       std::memcpy(state, input, params_.count() * params_.hidden * size_);
@@ -88,10 +100,23 @@ class Layers {
       input = state;
       state += params_.count() * params_.hidden * size_;
     }
-    for_each(params_.hidden, [&](int64_t i) {
-      const int64_t row = i * params_.hidden * size_;
-      norm(params_.final_norm, params_.hidden, static_cast<const std::byte*>(input) + row,
-           static_cast<std::byte*>(params_.output) + row);
+    return input;
+  }
+
+  // Writes the keys and values of a layer to its cache, and the queries, if they are needed, to rotated_.
+  void project(const DecoderLayer& layer, const std::byte* state, bool needs_queries) const {
+    const Heads heads = products(layer, normed(layer.attention_norm, state), needs_queries);
+    const int64_t head_bytes = params_.head_dim * size_;
+    for_each((params_.heads + 2 * params_.kv_heads) * params_.head_dim, [&](int64_t i) {
+      if (needs_queries) {
+        rotate(i, layer, layer.query_norm, params_.heads, heads.queries,
+               [&](int64_t head) { return rotated_ + (i * params_.heads + head) * head_bytes; });
+      }
+      rotate(i, layer, layer.key_norm, params_.kv_heads, heads.keys,
+             [&](int64_t head) { return place(layer.keys, i, head); });
+      for (int64_t head = 0; head < params_.kv_heads; ++head) {
+        std::memcpy(place(layer.values, i, head), heads.values.at(i, head), head_bytes);
+      }
     });
   }
 
@@ -172,8 +197,9 @@ class Layers {
             .many_rows = params_.ancestors == nullptr};
   }
 
-  // Multiplies by the matrices of queries, keys and values.
-  Heads project(const DecoderLayer& layer, const std::byte* input) const {
+  // Multiplies by the matrices of queries, keys and values. Queries that have a matrix of their own are
+  // left out if they are not needed.
+  Heads products(const DecoderLayer& layer, const std::byte* input, bool needs_queries) const {
     const int64_t hidden = params_.hidden, head = params_.head_dim * size_;
     const int64_t queries = params_.heads * head, keys = params_.kv_heads * head;
     if (layer.key.weight == nullptr) {
@@ -186,26 +212,16 @@ class Layers {
     }
     std::byte* key = projected_ + params_.count() * queries;
     std::byte* value = key + params_.count() * keys;
-    const std::array products{product(layer.query, input, hidden, projected_),
-                              product(layer.key, input, hidden, key),
-                              product(layer.value, input, hidden, value)};
-    linears(products, parallel_for_);
+    const std::array all{product(layer.query, input, hidden, projected_),
+                         product(layer.key, input, hidden, key),
+                         product(layer.value, input, hidden, value)};
+    linears(std::span(all).subspan(needs_queries ? 0 : 1), parallel_for_);
     return {{projected_, queries, head}, {key, keys, head}, {value, keys, head}};
   }
 
   // out = attention(norm(state)) Wo
   void attend(const DecoderLayer& layer, const std::byte* state, std::byte* out) const {
-    const Heads heads = project(layer, normed(layer.attention_norm, state));
-    const int64_t head_bytes = params_.head_dim * size_;
-    for_each((params_.heads + 2 * params_.kv_heads) * params_.head_dim, [&](int64_t i) {
-      rotate(i, layer, layer.query_norm, params_.heads, heads.queries,
-             [&](int64_t head) { return rotated_ + (i * params_.heads + head) * head_bytes; });
-      rotate(i, layer, layer.key_norm, params_.kv_heads, heads.keys,
-             [&](int64_t head) { return place(layer.keys, i, head); });
-      for (int64_t head = 0; head < params_.kv_heads; ++head) {
-        std::memcpy(place(layer.values, i, head), heads.values.at(i, head), head_bytes);
-      }
-    });
+    project(layer, state, true);
     tree_attention(decoder_attention(params_, layer, params_.start, rotated_, heads_),
                    parallel_for_);
     linear(product(layer.output, heads_, params_.heads * params_.head_dim, out), parallel_for_);
@@ -219,7 +235,8 @@ class Layers {
       norm(weights, heads * params_.head_dim, projected.at(i, 0), projected.at(i, 0));
       weights = {};
     }
-    const int64_t turn = params_.rotation_rows == 1 ? i % params_.nodes : i;
+    const int64_t row = params_.rotation_rows == 1 ? 0 : i / params_.nodes;
+    const int64_t turn = row * params_.rotation_nodes + i % params_.nodes;
     const int64_t rotary = layer.cosines == nullptr ? 0 : params_.rotary;
     const int64_t offset = turn * rotary * element_size(params_.rotation_type);
     const ModuleRotation rotation{.type = params_.rotation_type,
@@ -341,6 +358,34 @@ class Layers {
   std::vector<int64_t>& chosen_;
 };
 
+// Runs the last layer and the final norm for the last `outputs` nodes of each row. `input` is the input of
+// the layer for all nodes, whose keys and values are in the cache.
+void run_last(const DecoderParams& params, const std::byte* input, const ParallelFor& parallel_for,
+              Buffers& buffers) {
+  const int64_t before = params.nodes - params.outputs, size = element_size(params.type);
+  const int64_t bytes = params.hidden * size, own = params.outputs * bytes;
+  DecoderLayer layer = params.layers.back();
+  if (layer.cosines != nullptr) {
+    const int64_t offset = before * params.rotary * element_size(params.rotation_type);
+    layer.cosines = static_cast<const std::byte*>(layer.cosines) + offset;
+    layer.sines = static_cast<const std::byte*>(layer.sines) + offset;
+  }
+  std::vector<int64_t> lengths(params.batch);
+  std::byte* own_input = static_cast<std::byte*>(params.output);  // which is written at the end
+  for (int64_t row = 0; row < params.batch; ++row) {
+    lengths[row] = params.prefix_lengths[row] + before;
+    std::memcpy(own_input + row * own, input + (row * params.nodes + before) * bytes, own);
+  }
+  DecoderParams last = params;
+  last.input = own_input;
+  last.layers = {&layer, 1};
+  last.prefix_lengths = {lengths.data(), 1};
+  last.start += before;
+  last.nodes = params.outputs;
+  last.states = buffers.last.at_least(params.batch * own / sizeof(float) + 1);
+  Layers(last, parallel_for, buffers).run();
+}
+
 }  // namespace
 
 TreeAttentionParams decoder_attention(const DecoderParams& params, const DecoderLayer& layer,
@@ -378,7 +423,13 @@ TreeAttentionParams decoder_attention(const DecoderParams& params, const Decoder
 
 void decoder_layers(const DecoderParams& params, const ParallelFor& parallel_for) {
   thread_local Buffers buffers;
-  Layers(params, parallel_for, buffers).run();
+  if (params.outputs == params.nodes) return Layers(params, parallel_for, buffers).run();
+  DecoderParams before_last = params;
+  before_last.layers = params.layers.first(params.layers.size() - 1);
+  Layers layers(before_last, parallel_for, buffers);
+  const std::byte* input = layers.run_layers();
+  layers.project(params.layers.back(), input, false);
+  run_last(params, input, parallel_for, buffers);
 }
 
 }  // namespace specdec::cpu

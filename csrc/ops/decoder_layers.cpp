@@ -362,6 +362,7 @@ void read_rotations(const Argument& input, const std::vector<Tensor>& cosines,
                                std::to_string(cosines.size()));
   }
   params.rotation_rows = params.batch;
+  params.rotation_nodes = params.nodes;
   params.rotation_type = params.type;
   int32_t rotation_dtype = dtype;
   if (!cosines.empty()) {
@@ -419,10 +420,10 @@ std::tuple<Tensor, Tensor> decoder_layers(
     const std::vector<int64_t>& windows, const std::optional<Tensor>& ancestors,
     const Tensor& prefix_starts, const Tensor& prefix_lengths, int64_t start, int64_t head_dim,
     double eps, double scale, const std::vector<Tensor>& scales,
-    const std::optional<Tensor>& levels, const std::vector<int64_t>& tensors,
-    const std::vector<int64_t>& tables, int64_t norm, int64_t activation, bool interleaved,
-    bool parallel, bool transposed, double softcap, double residual_scale, int64_t top_k,
-    bool normalised, bool wide_experts) {
+    const std::optional<Tensor>& levels, std::optional<int64_t> outputs,
+    const std::vector<int64_t>& tensors, const std::vector<int64_t>& tables, int64_t norm,
+    int64_t activation, bool interleaved, bool parallel, bool transposed, double softcap,
+    double residual_scale, int64_t top_k, bool normalised, bool wide_experts) {
   const Argument input_arg(kOp, "input", input), starts_arg(kOp, "prefix_starts", prefix_starts),
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
@@ -437,6 +438,13 @@ std::tuple<Tensor, Tensor> decoder_layers(
   if (params.hidden < 1) fail_argument("input", "must have 1 or more numbers per node, got none");
   if (start < 0 || start > kMaxSlot) {
     fail_argument("start", "must be 0 to 2^60, got " + std::to_string(start));
+  }
+  params.outputs = outputs.value_or(params.nodes);
+  if (outputs && (ancestors || *outputs < 1 || *outputs > params.nodes)) {
+    fail_argument("outputs", ancestors ? "is for prompts, without ancestors"
+                                       : "must be 1 to the number of nodes, " +
+                                             std::to_string(params.nodes) + ", got " +
+                                             std::to_string(*outputs));
   }
   if (head_dim < 1) {
     fail_argument("head_dim", "must be 1 or more, got " + std::to_string(head_dim));
@@ -560,10 +568,11 @@ std::tuple<Tensor, Tensor> decoder_layers(
   params.layers = layers;
   params.final_norm = read.norm(num_layers * kLayerTensors, params.hidden, params.norm,
                                 /*is_optional=*/false);
-  const int64_t shape[] = {static_cast<int64_t>(num_layers), params.batch, params.nodes,
-                           params.hidden};
-  const Tensor states = empty(input, shape, dtype),
-               output = empty(input, std::span(shape).subspan(1), dtype);
+  const int64_t with_states = static_cast<int64_t>(num_layers) - (params.outputs < params.nodes);
+  const int64_t states_shape[] = {with_states, params.batch, params.nodes, params.hidden};
+  const int64_t output_shape[] = {params.batch, params.outputs, params.hidden};
+  const Tensor states = empty(input, states_shape, dtype),
+               output = empty(input, output_shape, dtype);
   params.input = input.const_data_ptr();
   params.prefix_starts = starts_arg.view1<int64_t>();
   params.prefix_lengths = lengths_arg.view1<int64_t>();

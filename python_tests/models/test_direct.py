@@ -108,6 +108,26 @@ def test_fused_pass_equals_that_of_the_modules(name, cache, dtype, op_calls):
         assert relative(mine[active], other[active]) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
+@pytest.mark.parametrize(
+    ("layers", "outputs"), [((), 1), ((0, 1), 1), ((0, -1), None), ((3,), None)], ids=str
+)
+def test_the_last_layer_computes_the_outputs_that_are_read(layers, outputs, model, monkeypatch):
+    """Of a prompt, the last column's, unless hidden states of the last of 3 layers are recorded."""
+    given, op = [], ops.decoder_layers
+
+    def called(*arguments):
+        given.append(arguments[-2])
+        return op(*arguments)
+
+    monkeypatch.setattr(ops, "decoder_layers", called)
+    target = make_target(model, 64)
+    target.record_hidden_states(layers)
+    output = target.prefill(*prompts((9, 5)))
+    assert given == [outputs] and model.config.num_hidden_layers == 3
+    assert output.logits.shape[:2] == (2, 1)
+    assert not layers or output.features.shape[1] == 9
+
+
 @pytest.mark.parametrize("name", sorted(DIRECT))
 def test_norms_round_where_the_modules_round(name, op_calls):
     """An RMS norm that rounds elsewhere has other bits in every fourth number."""

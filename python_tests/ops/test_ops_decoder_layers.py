@@ -322,6 +322,53 @@ def test_a_prompt_has_the_same_bits_in_any_parts(dtype, name, parts):
             assert torch.equal(ours[row, :, first:], theirs[row, :, first:])
 
 
+@pytest.mark.parametrize("outputs", [1, 5, 39, 40])
+@pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_last_outputs_of_a_prompt_have_the_bits_of_all(dtype, name, outputs):
+    case = prompt_case(dtype, 40, name)
+    whole = copied(case)
+    all_states, expected = ops.decoder_layers(**whole)
+    states, output = ops.decoder_layers(**case, outputs=outputs)
+    assert len(states) == LAYERS - (outputs < 40)
+    text = torch.ones(states.shape[1:3], dtype=torch.bool)
+    text[2, :2] = False  # padding
+    assert torch.equal(states[:, text], all_states[: len(states), text])
+    needed = text[:, -outputs:]
+    assert torch.equal(output[needed], expected[:, -outputs:][needed])
+    all_states, expected = reference(**copied(case))
+    states, output = reference(**copied(case), outputs=outputs)
+    assert torch.equal(states, all_states[: LAYERS - (outputs < 40)])
+    assert torch.equal(output, expected[:, -outputs:])
+    for ours, theirs in zip(case["caches"], whole["caches"], strict=True):
+        for row, first in enumerate(case["prefix_starts"].tolist()):
+            assert torch.equal(ours[row, :, first:], theirs[row, :, first:])
+
+
+def test_the_only_layer_may_compute_the_last_outputs():
+    case = prompt_case(torch.float32, 7)
+    of_layer = len(LAYER_TENSORS)
+    case.update(weights=[*case["weights"][:of_layer], *case["weights"][-2:]], windows=[0])
+    case["caches"] = case["caches"][:2]
+    expected = ops.decoder_layers(**copied(case)).output
+    states, output = ops.decoder_layers(**case, outputs=2)
+    assert len(states) == 0 and torch.equal(output, expected[:, -2:])
+
+
+@pytest.mark.parametrize(
+    ("make", "outputs", "message"),
+    [
+        (random_case, 5, "outputs is for prompts, without ancestors"),
+        (lambda dtype: prompt_case(dtype, 7), 0, "outputs must be 1 to the number of nodes, 7, got 0"),
+        (lambda dtype: prompt_case(dtype, 7), 8, "outputs must be 1 to .* 7, got 8"),
+    ],
+    ids=["tree", "none", "too many"],
+)  # fmt: skip
+def test_rejects_outputs(make, outputs, message):
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**make(torch.float32), outputs=outputs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("head_dims")
 def test_a_row_of_a_prompt_does_not_depend_on_the_others(dtype):
@@ -503,15 +550,21 @@ def test_threads_do_not_change_the_result(dtype, name):
 
 
 @pytest.mark.parametrize(
-    "make", [random_case, lambda dtype: prompt_case(dtype, 7)], ids=["tree", "prompt"]
+    ("make", "outputs"),
+    [
+        (random_case, None),
+        (lambda dtype: prompt_case(dtype, 7), None),
+        (lambda dtype: prompt_case(dtype, 7), 2),
+    ],
+    ids=["tree", "prompt", "last outputs"],
 )
-def test_opcheck(make):
+def test_opcheck(make, outputs):
     case = make(torch.float32)
     case["caches"] = [cache.nan_to_num() for cache in case["caches"]]
     form = case.pop("form").native
     torch.library.opcheck(
         torch.ops.specdec.decoder_layers.default,
-        (*case.values(), [], None, *form),
+        (*case.values(), [], None, outputs, *form),
         test_utils=("test_schema", "test_faketensor"),
     )
 

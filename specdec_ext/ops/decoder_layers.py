@@ -141,8 +141,10 @@ class DecoderStates(NamedTuple):
     """The outputs of a decoder.
 
     Attributes:
-        states: ``[layers, batch, nodes, hidden]``, the output of each layer.
-        output: ``[batch, nodes, hidden]``, the output of the last layer after the final norm.
+        states: ``[layers, batch, nodes, hidden]``, the output of each layer; without the last one, if not all
+            outputs are needed.
+        output: ``[batch, nodes, hidden]``, the output of the last layer after the final norm, of the nodes
+            that are needed.
     """
 
     states: Tensor
@@ -165,6 +167,7 @@ def decoder_layers(
     scale: float,
     scales: Sequence[Tensor] = (),
     levels: Tensor | None = None,
+    outputs: int | None = None,
     form: DecoderForm = LLAMA,
 ) -> DecoderStates:
     """Run the layers of a decoder, which attend over draft trees, and the final norm.
@@ -210,6 +213,8 @@ def decoder_layers(
         scales: the scales of ``LAYER_MATRICES`` of each layer, empty tensors for matrices that are no codes;
             nothing if none is.
         levels: the levels of all codes of 4 bits.
+        outputs: for prompts, the number of last columns whose outputs are needed; None for all. The last
+            layer writes the keys and values of all columns, and computes nothing else of the others.
         form: what else the layers compute.
 
     Raises:
@@ -232,6 +237,7 @@ def decoder_layers(
             scale,
             scales,
             levels,
+            outputs,
             *form.native,
         )
     )
@@ -239,6 +245,25 @@ def decoder_layers(
 
 @torch.library.register_fake("specdec::decoder_layers")
 def _decoder_layers_fake(
-    input: Tensor, cosines: Any, sines: Any, weights: Any, caches: Any, windows: Any, *_: Any
+    input: Tensor,
+    cosines: Any,
+    sines: Any,
+    weights: Any,
+    caches: Any,
+    windows: Any,
+    ancestors: Any,
+    prefix_starts: Any,
+    prefix_lengths: Any,
+    start: int,
+    head_dim: int,
+    eps: float,
+    scale: float,
+    scales: Any,
+    levels: Any,
+    outputs: int | None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    return input.new_empty(len(windows), *input.shape), torch.empty_like(input)
+    batch, nodes, hidden = input.shape
+    needed = nodes if outputs is None else outputs
+    states = input.new_empty(len(windows) - (needed < nodes), batch, nodes, hidden)
+    return states, input.new_empty(batch, needed, hidden)

@@ -37,6 +37,7 @@ def decoder_layers(
     scale: float,
     scales: Sequence[Tensor] = (),
     levels: Tensor | None = None,
+    outputs: int | None = None,
     form: DecoderForm = LLAMA,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of :func:`specdec_ext.ops.decoder_layers`, in any floating dtype."""
@@ -174,7 +175,10 @@ def decoder_layers(
             x = norm(hidden, own["mlp_norm"], own["mlp_norm_bias"])
             hidden = added(hidden, mlp(x), own["mlp_output_norm"])
         states.append(hidden)
-    return torch.stack(states), norm(hidden, *weights[-2:])
+    output = norm(hidden, *weights[-2:])
+    if outputs is None or outputs == nodes:
+        return torch.stack(states), output
+    return torch.stack([input, *states])[1:-1], output[:, -outputs:]
 
 
 def _chain_ancestors(first: int, nodes: int) -> list[list[int]]:

@@ -19,6 +19,9 @@
 // every operation, as in a model that stores a tensor after each. Products follow linear.h (for few
 // rows, in a prompt for many), attention follows tree_attention.h, so the bits of a node do not
 // depend on the other nodes.
+//
+// Of a prompt, usually only the last output is needed. Then the last layer computes keys and values of
+// all nodes, and the rest for the last `outputs` nodes of each row alone.
 #pragma once
 
 #include <span>
@@ -92,14 +95,16 @@ struct DecoderParams {
   int64_t start;                        // the slot of node 0
   int64_t batch;
   int64_t nodes;
+  int64_t outputs;  // the last nodes of each row, whose outputs are computed; all, if not a prompt
   int64_t hidden;
   int64_t heads;
   int64_t kv_heads;
   int64_t head_dim;
-  int64_t inner;          // the largest of all MLPs
-  int64_t experts;        // the largest number in a layer
-  int64_t rotation_rows;  // of cosines and sines: batch or 1
-  int64_t rotary;         // numbers of a head that are rotated; even
+  int64_t inner;           // the largest of all MLPs
+  int64_t experts;         // the largest number in a layer
+  int64_t rotation_rows;   // of cosines and sines: batch or 1
+  int64_t rotation_nodes;  // in each of these rows
+  int64_t rotary;          // numbers of a head that are rotated; even
   NormKind norm;
   Activation activation;
   ModuleRouting routing;
@@ -111,8 +116,9 @@ struct DecoderParams {
   float softcap;             // of the scores, as in tree_attention; 0: none
   float residual_scale;      // of what a layer adds
 
-  void* states;  // [layers, batch, nodes, hidden], the output of each layer
-  void* output;  // [batch, nodes, hidden], the last layer's output after the final norm
+  void* states;  // [layers, batch, nodes, hidden], the output of each layer; without the last one,
+                 // if not all outputs are computed
+  void* output;  // [batch, outputs, hidden], the last layer's output after the final norm
 
   int64_t count() const { return batch * nodes; }
 };

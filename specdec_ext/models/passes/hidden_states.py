@@ -108,6 +108,7 @@ class HiddenStateRecorder:
 
     Attributes:
         layers: the same as a tuple.
+        reads_last_layer: whether one of them is the output of the last layer.
 
     Raises:
         ValueError: for a layer that the model does not have, or a model without a list of layers.
@@ -116,6 +117,8 @@ class HiddenStateRecorder:
     def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]):
         self._sources: list[nn.Module] = []
         self.layers = tuple(layers)
+        self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
+        self.reads_last_layer = not self._after.isdisjoint(layers)
         if not layers:
             return
         decoder: Any = model.get_decoder()
@@ -136,14 +139,14 @@ class HiddenStateRecorder:
                 self._sources.append(decoder)
             else:
                 self._sources.append(blocks[min(layer, config.num_hidden_layers - 1)])
-        self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
 
     def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> Sequence[Tensor]:
         """Select ``layers`` from the hidden states of a :class:`DirectPass`.
 
         Args:
             first: input of the first layer.
-            states: ``[layers, rows, nodes, hidden]`` outputs of all layers.
+            states: ``[layers, rows, nodes, hidden]`` outputs of all layers; the last one may be missing if it
+                is not read (:attr:`reads_last_layer`).
             last: output of the last layer after the final norm.
         """
         layers = self.layers

@@ -256,7 +256,6 @@ class Prefill:
     def _directly(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
         """Run these columns with ``ops.decoder_layers``; no row has padding between its tokens."""
         assert self._runner.direct is not None
-        kept = torch.tensor([end - begin - 1], device=input_ids.device)  # all rows end together
         block = PromptBlock(prompt.first, begin - prompt.first, end)
         with inference_mode():
             logits, states = self._runner.direct(
@@ -264,7 +263,8 @@ class Prefill:
                 prompt.positions[:, begin:end],
                 block,
                 self._cache.layers,
-                kept,
+                1,  # all rows end together
+                self._modules.recorder.reads_last_layer,
             )
             return TargetOutput(logits, self._modules.recorder.chosen(*states))
 

@@ -112,14 +112,20 @@ class DirectPass:
         position_ids: Tensor,
         block: TreeBlock | PromptBlock,
         layers: Sequence[RollbackLayer],
-        kept: Tensor | None = None,
+        scored: int | None = None,
+        needs_last_states: bool = True,
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Score ``tokens [rows, nodes]`` and append their keys and values to the cache.
 
-        ``kept`` lists the nodes whose logits are wanted; None for all.
+        Args:
+            tokens, position_ids: ``[rows, nodes]``.
+            block: where the nodes are.
+            layers: of the cache.
+            scored: number of last nodes whose logits are wanted; None for all.
+            needs_last_states: whether the states of the last layer are wanted of the other nodes, too.
 
         Returns:
-            ``[rows, nodes, vocab]`` logits, and the arguments of :meth:`HiddenStateRecorder.chosen`.
+            ``[rows, scored, vocab]`` logits, and the arguments of :meth:`HiddenStateRecorder.chosen`.
         """
         rows, nodes = tokens.shape
         hidden = nn.functional.embedding(tokens, self.embedding)
@@ -154,10 +160,11 @@ class DirectPass:
             self.scale,
             self.scales,
             self.levels,
+            None if needs_last_states else scored,
             self.form,
         )
-        scored = output if kept is None else output[:, kept]
-        logits = ops.linear(scored, self.head, self.head_bias)
+        needed = output if scored is None else output[:, -scored:]
+        logits = ops.linear(needed, self.head, self.head_bias)
         if self.logits_divisor is not None:
             logits = logits / self.logits_divisor
         if self.logits_cap is not None:  # torch's tanh has the same bits in passes of all sizes
