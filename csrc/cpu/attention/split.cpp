@@ -157,7 +157,8 @@ class SplitAttention {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(sizes_.key_type, keys, sizes_.key_dim, tile_);
     const auto multiply = tiles_.paired ? tiles_.paired->dot_products : tiles_.dot_products;
-    multiply(queries_, tile_, sizes_.query_dim, padded_rows_, out, out_stride);
+    multiply(queries_, tile_, sizes_.query_dim, tiles_.paired ? padded_rows_ : rows_, out,
+             out_stride);
   }
 
   void score_prefix(const Range& tile) {
@@ -191,7 +192,7 @@ class SplitAttention {
     for (int64_t i = 0; i < count; ++i) values[i] = value_floats(place(tile.begin + i), i);
     if (all_see_.begin <= tile.begin && tile.end <= all_see_.end) {
       tiles_.multiply_add(scores_ + (tile.begin - split_.begin), kSplitKeys, values, count,
-                          sizes_.padded_dim, padded_rows_, out_.values);
+                          sizes_.padded_dim, rows_, out_.values);
       return;
     }
     for (int64_t row = 0; row < rows_; row += kRowBlock) add_seen_values(row, tile, values);

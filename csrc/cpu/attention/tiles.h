@@ -9,7 +9,7 @@ namespace specdec::cpu {
 
 constexpr int64_t kTileKeys = 32;     // with 128 dimensions as float32, half of L1
 constexpr int64_t kSplitKeys = 256;   // keys per split, a multiple of kTileKeys
-constexpr int64_t kRowBlock = 2;      // query rows are computed in multiples of this,
+constexpr int64_t kRowBlock = 2;      // query rows are computed so many at a time or more,
 constexpr int64_t kColumnBlock = 32;  // and columns of values in multiples of this
 constexpr int64_t kDimBlock = 16;
 constexpr int64_t kMaxPairedDim = 256;
@@ -56,7 +56,7 @@ struct PairedTiles {
 };
 
 struct AttentionTiles {
-  // Query rows are padded to multiples of this.
+  // Memory of query rows is padded to multiples of this. The loops may use it for rows behind the last one.
   int64_t row_block;
 
   // out[i] = rows[0][i] as float32.

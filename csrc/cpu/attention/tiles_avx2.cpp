@@ -9,7 +9,7 @@
 namespace specdec::cpu {
 namespace {
 
-constexpr int64_t kBlockRows = 2;
+constexpr int64_t kBlockRows = 3;
 
 SPECDEC_TARGET_AVX2 void transpose_block(const float* const* rows, int64_t dim, float* out) {
   for (int64_t row = 0; row < kBlock; row += 8) {

@@ -1,7 +1,7 @@
 // The loops of tiles.h, for one instruction set. The including file defines
 //   SPECDEC_TILES_TARGET   the target attribute, or nothing
 //   kBlockRows             number of rows whose sums stay in registers, with kColumnBlock columns
-//                          each; a multiple of kRowBlock
+//                          each; kRowBlock or more
 //   transpose_block        out[d * kTileKeys + i] = rows[i][dim + d] for i and d below kBlock
 // The loops are plain, for compilers to vectorise. Inner loops have 32 iterations or more, because
 // shorter ones are unrolled to scalars before the vectoriser sees them.
@@ -64,6 +64,12 @@ SPECDEC_TILES_TARGET void load_columns(FloatType type, const void* const* rows, 
   }
 }
 
+// Whether kBlockRows rows from `row` on are computed together, and not in blocks of kRowBlock. Behind an odd
+// number, a last row is not left alone: it would take as long as two, and there is no padding behind it.
+SPECDEC_HOST_DEVICE bool starts_block(int64_t row, int64_t rows) {
+  return row + kBlockRows <= rows && (kBlockRows % 2 == 0 || row + kBlockRows + 1 != rows);
+}
+
 template <int64_t kRows>
 using BlockSums = float[kRows][kColumnBlock];
 
@@ -73,10 +79,13 @@ SPECDEC_HOST_DEVICE void add_products(const float* a, int64_t a_stride, const B&
                                       int64_t end, BlockSums<kRows>& sums) {
   for (int64_t k = begin; k < end; ++k) {
     const float* row = b(k);
-    for (int64_t r = 0; r < kRows; ++r) {
-      const float factor = a[r * a_stride + k];
-      for (int64_t j = 0; j < kColumnBlock; ++j) {
-        sums[r][j] = exact_fma(factor, row[j], sums[r][j]);
+    asm volatile("" : "+r"(row));  // otherwise GCC joins two iterations and does not vectorise them
+    float factors[kRows];
+    SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) factors[r] = a[r * a_stride + k];
+    // Rows are the inner loop, so that one vector of `row` is in a register at a time, not all of them.
+    for (int64_t j = 0; j < kColumnBlock; ++j) {
+      SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
+        sums[r][j] = exact_fma(factors[r], row[j], sums[r][j]);
       }
     }
   }
@@ -123,7 +132,7 @@ SPECDEC_TILES_TARGET void dot_products_of(const float* queries, const float* key
 SPECDEC_TILES_TARGET void dot_products(const float* queries, const float* keys, int64_t head_dim,
                                        int64_t rows, float* out, int64_t out_stride) {
   int64_t row = 0;
-  for (; row + kBlockRows <= rows; row += kBlockRows) {
+  for (; starts_block(row, rows); row += kBlockRows) {
     dot_products_of<kBlockRows>(queries + row * head_dim, keys, head_dim, out + row * out_stride,
                                 out_stride);
   }
@@ -161,7 +170,7 @@ SPECDEC_TILES_TARGET void multiply_add(const float* weights, int64_t weight_stri
                                        const float* const* values, int64_t count, int64_t columns,
                                        int64_t rows, float* out) {
   int64_t row = 0;
-  for (; row + kBlockRows <= rows; row += kBlockRows) {
+  for (; starts_block(row, rows); row += kBlockRows) {
     multiply_add_to<kBlockRows>(weights + row * weight_stride, weight_stride, values, count,
                                 columns, out + row * columns);
   }
