@@ -33,7 +33,7 @@ from specdec_ext.models.passes import known_code
 from specdec_ext.models.passes.direct import direct_pass as direct
 from specdec_ext.models.passes.direct.direct_pass import PACKED_ROWS, SPLIT_KEYS, WAVE_FLOATS
 from specdec_ext.models.passes.direct.families import FAMILIES
-from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, LayerStates
 from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.patching.forwards import replaced_forward
@@ -126,6 +126,18 @@ def test_the_last_layer_computes_the_outputs_that_are_read(layers, outputs, mode
     assert given == [outputs] and model.config.num_hidden_layers == 3
     assert output.logits.shape[:2] == (2, 1)
     assert not layers or output.features.shape[1] == 9
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2), (0, 3), (-1,)], ids=str)
+def test_hidden_states_of_a_prompt_and_a_tree_can_be_joined(layers, model):
+    """Drafts read them together, and only the pass over the tree may have written those of the last layer."""
+    scored(model)  # compares both ways
+    target = make_target(model, 64)
+    target.record_hidden_states(layers)
+    parts = [target.prefill(*prompts((9, 5))), target.forward(TREE)]
+    states = [part.aux_hidden_states for part in parts]
+    for joined, *both in zip(LayerStates.joined(states), *states, strict=True):
+        assert joined.shape[1] == 9 + 4 and torch.equal(joined, torch.cat(both, dim=1))
 
 
 @pytest.mark.parametrize("name", sorted(DIRECT))

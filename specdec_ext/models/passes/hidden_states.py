@@ -59,7 +59,8 @@ class LayerStates(Sequence[Tensor]):
 
     Args:
         layers: the chosen layers, numbered as in :class:`HiddenStateRecorder`.
-        states: ``[layers, rows, nodes, hidden]`` outputs of all layers.
+        states: ``[layers, rows, nodes, hidden]`` outputs of all layers, or of those up to the last chosen
+            one.
         first, last: ``[rows, nodes, hidden]`` states of layers 0 and -1; None if not chosen.
     """
 
@@ -87,7 +88,8 @@ class LayerStates(Sequence[Tensor]):
     @staticmethod
     def joined(parts: Sequence[LayerStates]) -> LayerStates:
         """Concatenate the nodes of several passes."""
-        states = torch.cat([part._states for part in parts], dim=2)
+        depth = max(0, *parts[0]._layers)
+        states = torch.cat([part._states[:depth] for part in parts], dim=2)
         ends = [[part._first for part in parts], [part._last for part in parts]]
         first, last = (
             None if end[0] is None else torch.cat([state for state in end if state is not None], 1)
