@@ -440,11 +440,10 @@ std::tuple<Tensor, Tensor> decoder_layers(
     fail_argument("start", "must be 0 to 2^60, got " + std::to_string(start));
   }
   params.outputs = outputs.value_or(params.nodes);
-  if (outputs && (ancestors || *outputs < 1 || *outputs > params.nodes)) {
-    fail_argument("outputs", ancestors ? "is for prompts, without ancestors"
-                                       : "must be 1 to the number of nodes, " +
-                                             std::to_string(params.nodes) + ", got " +
-                                             std::to_string(*outputs));
+  if (outputs && ancestors) fail_argument("outputs", "is for prompts, without ancestors");
+  if (outputs && (*outputs < 1 || *outputs > params.nodes)) {
+    fail_argument("outputs", "must be 1 to the number of nodes, " + std::to_string(params.nodes) +
+                                 ", got " + std::to_string(*outputs));
   }
   if (head_dim < 1) {
     fail_argument("head_dim", "must be 1 or more, got " + std::to_string(head_dim));

@@ -45,12 +45,10 @@ static const torch_abi::Library schemas(
         "top_k, int rows) -> str?",
         "decoder_layers(Tensor input, Tensor[] cosines, Tensor[] sines, Tensor[] weights, "
         "Tensor(a!)[] caches, int[] windows, Tensor? ancestors, Tensor prefix_starts, Tensor "
-        "prefix_lengths, int start, int head_dim, float eps, float scale, Tensor[] "
-        "scales, Tensor? "
+        "prefix_lengths, int start, int head_dim, float eps, float scale, Tensor[] scales, Tensor? "
         "levels, int? outputs, int[] tensors, int[] tables, int norm, int activation, bool "
-        "interleaved, bool "
-        "parallel, bool transposed, float softcap, float residual_scale, int top_k, bool "
-        "normalised, bool wide_experts) -> (Tensor states, Tensor output)",
+        "interleaved, bool parallel, bool transposed, float softcap, float residual_scale, int "
+        "top_k, bool normalised, bool wide_experts) -> (Tensor states, Tensor output)",
         "linear(Tensor input, Tensor weight, Tensor? bias, bool many_rows=False, Tensor? scales="
         "None, Tensor? levels=None) -> Tensor",
         "cpu_instructions() -> str",

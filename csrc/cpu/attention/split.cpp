@@ -156,9 +156,11 @@ class SplitAttention {
   void multiply_queries(const void** keys, const void* any_key, float* out, int64_t out_stride) {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(sizes_.key_type, keys, sizes_.key_dim, tile_);
-    const auto multiply = tiles_.paired ? tiles_.paired->dot_products : tiles_.dot_products;
-    multiply(queries_, tile_, sizes_.query_dim, tiles_.paired ? padded_rows_ : rows_, out,
-             out_stride);
+    if (tiles_.paired) {
+      tiles_.paired->dot_products(queries_, tile_, sizes_.query_dim, padded_rows_, out, out_stride);
+    } else {
+      tiles_.dot_products(queries_, tile_, sizes_.query_dim, rows_, out, out_stride);
+    }
   }
 
   void score_prefix(const Range& tile) {

@@ -219,7 +219,7 @@ class LinearKernel {
         const Element* inputs =
             reinterpret_cast<const Element*>(pass.inputs) + row * end + kOwnRows * first;
         float* own_lanes = lanes + row * kTileOuts * kLanes;
-        if (pass.blocks.count > 1) {
+        if (pass.blocks.count > 1) {  // one block reads at an even pace by itself
           run_block<kOwnRows, kOuts, kPrefetches>(chunk, tile, inputs, pass.first_row + row,
                                                   own_lanes, next);
         } else {
