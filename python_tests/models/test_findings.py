@@ -12,7 +12,6 @@ from helpers.models.tiny import prompts, tiny_model
 from torch import nn
 
 import specdec_ext
-from specdec_ext.models import findings
 from specdec_ext.models.findings import findings_of, modules_of
 
 
@@ -89,6 +88,12 @@ def test_a_changed_model_is_looked_at_again(model, change):
     assert findings_of(model) is not before
 
 
+def test_a_model_is_looked_at_again_after_a_class_got_another_forward(model, monkeypatch):
+    before = findings_of(model)
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda self, x: x)
+    assert findings_of(model) is not before
+
+
 def test_the_direct_pass_is_lost_and_found_again(model):
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert findings_of(model).direct is None
@@ -139,4 +144,4 @@ def test_a_module_may_change_while_it_is_looked_at(model):
             return object
 
     model.odd = Changing()
-    assert findings._attributes(model)[0]["odd"] is model.odd
+    assert findings_of(model).direct is not None

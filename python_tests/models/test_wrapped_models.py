@@ -213,6 +213,14 @@ def test_model_without_weights_is_refused():
         specdec_ext.generate(fresh().to("meta"), prompts((4,))[0], max_new_tokens=2)
 
 
+def test_model_without_some_weights_is_refused():
+    model = fresh()
+    specdec_ext.generate(model, prompts((4,))[0], max_new_tokens=2)
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match=r"lm_head\.weight is on the meta device"):
+        specdec_ext.generate(model, prompts((4,))[0], max_new_tokens=2)
+
+
 def test_modules_without_generate_are_refused():
     model = nn.DataParallel(fresh())
     with pytest.raises(TypeError, match=r"model is a DataParallel.*pass .*model\.module"):

@@ -8,14 +8,13 @@ devices and strides of their parameters, and the configs.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec_ext.models.passes.direct.direct_pass import DirectPass
@@ -45,43 +44,63 @@ class _State:
 
     It must not refer to the model, which would then never be freed. Hooks and replaced forwards may; with
     them, ``is_safe`` is False.
+
+    Every call compares the whole state, so it is kept as long lists: one comparison of two lists takes a
+    fraction of the time of a loop over modules.
     """
 
     def __init__(self, model: PreTrainedModel):
         modules = modules_of(model)
-        self._modules = [
-            (weakref.ref(each), type(each), type(each).forward, *_attributes(each))
-            for each in modules
+        self._inner = modules[1:]
+        self._kinds: list[Any] = [*map(type, modules)]
+        self._forwards = [(kind, kind.forward) for kind in {*self._kinds}]
+        # Copies, because other threads may add attributes: a pass replaces forwards.
+        self._attributes = [dict(vars(each)) for each in modules]
+        # Those that are dicts are the same objects in both, so their contents are compared with copies.
+        self._dicts = [
+            value
+            for attributes in self._attributes
+            for value in attributes.values()
+            if isinstance(value, dict)
         ]
-        self._parameters = _layouts(modules)
+        self._contents = [*map(dict, self._dicts)]
+        self._parameters = parameters_in(modules)
+        self._layouts = _layouts(self._parameters)
         self._config = copy.deepcopy(_of_config(model.config))
         self.is_safe = is_untouched(model)
 
     def is_that_of(self, model: PreTrainedModel) -> bool:
         """Whether the model, of which this was the state, still has it."""
-        modules = []
-        for reference, kind, forward, attributes, dicts_of, contents in self._modules:
-            module = reference()
-            if type(module) is not kind or kind.forward is not forward:
-                return False
-            own = vars(module)
-            try:
-                if own != attributes or dicts_of(own) != contents:
-                    return False
-            except RuntimeError:  # a tensor was replaced by another
-                return False
-            modules.append(module)
-        return _layouts(modules) == self._parameters and _of_config(model.config) == self._config
+        modules = [model, *self._inner]
+        try:
+            same = (
+                [*map(type, modules)] == self._kinds
+                and [*map(vars, modules)] == self._attributes
+                and self._dicts == self._contents
+            )
+        except RuntimeError:  # a tensor was replaced by another
+            return False
+        return (
+            same
+            and all(kind.forward is forward for kind, forward in self._forwards)
+            and _layouts(self._parameters) == self._layouts
+            and _of_config(model.config) == self._config
+        )
 
 
 _kept: WeakKeyDictionary[PreTrainedModel, tuple[_State, Findings]] = WeakKeyDictionary()
 
 
 def findings_of(model: PreTrainedModel) -> Findings:
-    """Return the findings about a model as it is now."""
+    """Return the findings about a model as it is now.
+
+    Raises:
+        ValueError: it has no weights.
+    """
     state, found = _kept.get(model, (None, None))
     if state is not None and found is not None and state.is_that_of(model):
         return found
+    check_weights(model)
     state = _State(model)
     support = supports(model, {"use_cache": True})
     if support.by_slots:
@@ -92,6 +111,24 @@ def findings_of(model: PreTrainedModel) -> Findings:
     if state.is_safe and (found.parts is None or not found.parts.patches):
         _kept[model] = state, found
     return found
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse a model that has no weights.
+
+    Raises:
+        ValueError: a parameter is on the meta device, and nothing will load it when it is needed.
+    """
+    modules = modules_of(model)
+    if not any(each.is_meta for each in parameters_in(modules)):
+        return
+    # With its hooks, accelerate loads the offloaded weights.
+    if not any("_hf_hook" in vars(module) for module in modules):
+        empty = next(name for name, each in model.named_parameters() if each.is_meta)
+        raise ValueError(
+            f"{type(model).__name__} has no weights: {empty} is on the meta device; load it with "
+            "from_pretrained"
+        )
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -112,20 +149,9 @@ def parameters_in(modules: list[nn.Module]) -> list[nn.Parameter]:
     return [each for module in modules for each in module._parameters.values() if each is not None]
 
 
-def _attributes(
-    module: nn.Module,
-) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any], tuple[dict[str, Any], ...]]:
-    """Return a copy of a module's attributes, a function that picks those that are dicts, and their copies.
-
-    One comparison of all dicts takes less time than one of each: every call compares those of all modules.
-    """
-    own = dict(vars(module))  # other threads may add attributes: a pass replaces forwards
-    dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
-    return own, itemgetter(*dicts), tuple(dicts.values())
-
-
-def _layouts(modules: list[nn.Module]) -> list[Any]:
-    return [(each.dtype, each.device, each.stride()) for each in parameters_in(modules)]
+def _layouts(parameters: Sequence[Tensor]) -> list[Any]:
+    kinds = map(attrgetter("dtype", "device"), parameters)
+    return [*kinds, *map(Tensor.stride, parameters)]
 
 
 def _of_config(config: PreTrainedConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec_ext.errors import NotAcceleratedError
-from specdec_ext.models.findings import modules_of, parameters_in
+from specdec_ext.models.findings import check_weights
 
 # Attributes of modules that set the probability or width of noise in training mode.
 _NOISE = re.compile("dropout|layerdrop|jitter")
@@ -47,15 +47,10 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
             "that end early leave the batch; call model.set_adapter(name) and generate the rows of one "
             "adapter together"
         )
-    modules = modules_of(model)
-    if not any(each.is_meta for each in parameters_in(modules)):
-        return
-    # With its hooks, accelerate loads the offloaded weights when they are needed.
-    if not any("_hf_hook" in vars(module) for module in modules):
-        empty = next(name for name, each in model.named_parameters() if each.is_meta)
-        raise ValueError(
-            f"{name} has no weights: {empty} is on the meta device; load it with from_pretrained"
-        )
+    # A look at all weights takes long, and findings_of does it for each new model.
+    first = next(model.parameters(), None)
+    if first is not None and first.is_meta:
+        check_weights(model)
 
 
 def check_ids(model: PreTrainedModel, inputs: Any, input_ids: Any) -> None:

@@ -310,19 +310,21 @@ def _check_positions(
     """Refuse positions that do not count the unpadded tokens before: rollback relies on that count."""
     if position_ids is None:
         return
-    rows, columns = text.shape[:2]
-    expected = torch.arange(columns, device=text.device).expand(rows, -1)
-    valid = torch.ones_like(expected, dtype=torch.bool)
-    if attention_mask is not None:
-        valid = attention_mask.bool()
-        expected = valid.cumsum(dim=1) - 1
+    columns = text.shape[1]
     # For a filled cache without a mask, transformers prepares more positions than there are columns.
     given = position_ids[..., :columns]
-    if given.shape[-1] < columns or not (given == expected)[..., valid].all():
-        raise ValueError(
-            "position_ids do not count the unpadded tokens of each row from 0. Other positions are not "
-            "supported; leave position_ids out"
-        )
+    if given.shape[-1] == columns:
+        if attention_mask is None:
+            wrong = given != torch.arange(columns, device=text.device)
+        else:
+            valid = attention_mask.bool()
+            wrong = (given != valid.cumsum(dim=1) - 1) & valid
+        if not wrong.any():
+            return
+    raise ValueError(
+        "position_ids do not count the unpadded tokens of each row from 0. Other positions are not "
+        "supported; leave position_ids out"
+    )
 
 
 def _prefill_chunk(config: GenerationConfig) -> int | None:
