@@ -122,7 +122,7 @@ def test_one_interrupted_probe_costs_little_credit():
         **CHAINS,
     )
     memory = memory_of(world.model, drafter)
-    memory.ledger.balance = -1.0  # there are only plain steps and probes
+    memory.experience(1).ledger.balance = -1.0  # there are only plain steps and probes
     stats = world.run(drafter, 16)
     assert stats.probes > 0 and memory.credit > -4.0
 

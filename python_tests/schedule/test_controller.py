@@ -303,7 +303,7 @@ def test_ledger_limits_the_loss_from_wrong_estimates(seconds, options):
 
     assert call() > 0.87
     assert min(call() for _ in range(4)) > 0.965
-    assert memory_of(world.model, drafter).ledger.balance <= 2
+    assert memory_of(world.model, drafter).experience(1).ledger.balance <= 2
     assert speed(world, drafter, policy=Policy(drafter)) < 0.8  # drafting in every step is slower
 
 
@@ -311,10 +311,10 @@ def test_drafts_that_pay_fill_an_empty_ledger():
     world = World(verify)
     good = world.drafter(always(0.9), head_cost, **CHAINS)
     memory = memory_of(world.model, good)
-    memory.ledger.balance = -2.0
+    memory.experience(1).ledger.balance = -2.0
     for _ in range(4):
         world.run(good, 128)
-    assert memory.ledger.pays
+    assert memory.experience(1).ledger.pays
     assert speed(world, good) > 1.5
 
 
@@ -460,7 +460,7 @@ def test_rare_hits_of_probes_do_not_raise_the_balance():
 
         drafter = world.drafter(chances, head_cost, **CHAINS)
         assert fmean([speed(world, drafter) for _ in range(40)][5:]) > 0.98
-        balances.append(memory_of(world.model, drafter).ledger.balance)
+        balances.append(memory_of(world.model, drafter).experience(1).ledger.balance)
     assert fmean(balances) < FIRST_BALANCE / 2
 
 
@@ -484,6 +484,34 @@ def test_drafts_that_pay_stay_in_use_while_the_speed_of_the_machine_changes():
             stats = world.run(drafter, 128)
             emitted, plain = emitted + 127, plain + stats.shapes.get("plain", 0)
     assert plain < 0.15 * emitted  # 0.09; 0.27 if plain steps need not promise more
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options"),
+    [pytest.param(head_cost, CHAINS, id="head"), pytest.param(lookup_cost, {}, id="lookup")],
+)
+def test_large_batches_and_single_rows_do_not_mislead_each_other(seconds, options):
+    """A pass over 16 rows takes time for each node, so drafts that pay for one row do not pay there."""
+
+    def limited(rows, nodes):
+        return MS * max(3.0, 0.4 * rows * nodes)
+
+    single, first_batch, batches, single_again = [], [], [], []
+    for seed in range(8):
+        world = World(limited, seed=seed)
+        drafter = world.drafter(always(0.7), seconds, **options)
+        for speeds, rows in (
+            ([], 1),
+            (single, 1),
+            (first_batch, 16),
+            (batches, 16),
+            (single_again, 1),
+        ):
+            world.rows = rows
+            speeds.append(speed(world, drafter))
+    assert fmean(first_batch) > 0.9  # what single rows have shown about costs is not true there
+    assert fmean(batches) > 0.98
+    assert fmean(single) > 1.9 and fmean(single_again) > 0.95 * fmean(single)
 
 
 def test_balance_recovers_soon_from_any_number_of_losses():
@@ -899,12 +927,12 @@ def test_memories_belong_to_a_model_and_a_number_of_threads():
     world = World(verify)
     drafter = world.drafter(always(0.0), head_cost, **CHAINS)
     world.run(drafter, 64)
-    assert memory_of(world.model, drafter).plain_steps > 0
+    assert memory_of(world.model, drafter).experience(1).plain_steps > 0
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert memory_of(world.model, drafter).plain_steps == 0
+        assert memory_of(world.model, drafter).experience(1).plain_steps == 0
     finally:
         torch.set_num_threads(threads)
     forget(world.model)
-    assert memory_of(world.model, drafter).plain_steps == 0
+    assert memory_of(world.model, drafter).experience(1).plain_steps == 0

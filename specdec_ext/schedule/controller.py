@@ -43,6 +43,7 @@ from specdec_ext.schedule.memory import (
     MAX_LOSS,
     Sleep,
     memory_of,
+    rounded_up,
 )
 from specdec_ext.schedule.options import CHAIN, Kind, Option, Source, kind_of, name_of
 from specdec_ext.schedule.policy import Policy, offered
@@ -68,8 +69,8 @@ PROBE_STEPS, MAX_PROBE_LOSS = 4, 3.0
 # So many plain steps after the prompt or a draft are slower than later ones, because those displace data from
 # the processor's caches. The first one is not a reference, because it includes the choice. The time of the
 # others is divided by their usual slowness, which is not measured if it seems to be larger than this. A
-# measurement of the reference takes this many plain steps; the first one, at the beginning of the first call
-# with a drafter, takes fewer if the text is short.
+# measurement of the reference takes this many plain steps; the first one for a number of rows takes fewer if
+# the text is short.
 SETTLING_STEPS, MAX_SLOWNESS = 5, 1.5
 SHORT_TEXT, SHORT_FIRST_STEPS = 32, 3  # tokens, steps
 # After so many steps in a row in which all of its drafts were wrong, a drafter rests until AWAKE_STEPS before
@@ -167,7 +168,7 @@ class Controller(Policy):
         self._context, self._first_lengths = context, list(map(len, context.generated))
         self._step_began = self._clock()
         if self._is_plain:
-            self._look_up_costs(len(context.rows), context.root_positions[0] + 1)
+            self._look_up_steps(len(context.rows), context.root_positions[0] + 1)
             return
         shapes = offered(self._drafter, context, self._settings.shapes)
         most = self._settings.max_nodes
@@ -270,7 +271,7 @@ class Controller(Policy):
     def _chosen(self, context: Context, room: int) -> Option | None:
         """Choose the option for this step and some after it; None for a plain step that is not a probe."""
         self._rows = len(context.rows)
-        self._look_up_costs(self._rows, context.root_positions[0] + 1)
+        self._look_up_steps(self._rows, context.root_positions[0] + 1)
         if self._settings.may_rest and (steps := self._steps_to_measure(room)):
             self._skip = steps - 1
             return None
@@ -308,14 +309,17 @@ class Controller(Policy):
         Args:
             room: number of tokens to come.
         """
-        if not self._memory.plain_steps:
+        # Rows end one after another. For fewer rows than at first, the estimate from more is good enough.
+        is_first = self._step == 1 or not self._memory.has_plain_steps(self._rows)
+        if is_first and not self._experience.plain_steps:
             return SHORT_FIRST_STEPS if room < SHORT_TEXT else SETTLING_STEPS
         # The first time after slower steps, steps after them show how slow they are.
         return SETTLING_STEPS if self._slow is not None and not self._memory.slownesses else 0
 
-    def _look_up_costs(self, rows: int, length: int) -> None:
+    def _look_up_steps(self, rows: int, length: int) -> None:
         """Look up what is known about steps with this number of rows and this context length."""
         self._share = self._memory.savings.share if rows > 1 else 1.0
+        self._experience = self._memory.experience(rows)
         self._verify = self._memory.verify.curve(rows, length)
         self._plain = self._verify(1) or 0.0
 
@@ -329,7 +333,7 @@ class Controller(Policy):
 
     @property
     def _pays(self) -> bool:
-        return self._memory.ledger.pays or not self._settings.may_rest
+        return self._experience.ledger.pays or not self._settings.may_rest
 
     def _options(self, rows: Sequence[int], room: int, unread: int) -> list[Option]:
         """All options of a step; a plain step, if allowed, comes first.
@@ -339,17 +343,17 @@ class Controller(Policy):
             room: most tokens that a draft may add to a row.
             unread: tokens that the drafter reads first, as after a pause; 0 if there was no pause.
         """
-        memory, count = self._memory, len(rows)
+        memory, known, count = self._memory, self._experience.lookup, len(rows)
         options = [Option(Source.PLAIN, None, 0.0, 0.0)] if self._settings.may_rest else []
         tokens = seconds = 0.0
         missing = 1.0  # share of rows without a lookup, for which the model drafts
         if self._offers_lookup:
-            tokens, wider = memory.lookup.tokens * count * self._share, memory.lookup.wider
+            tokens, wider = known.tokens * count * self._share, known.wider
             lookup = memory.drafts.curve(count, LOOKUP)(1) or 0.0
             options.append(Option(Source.LOOKUP, LOOKUP, tokens, wider + lookup))
-            missing -= memory.lookup.share
+            missing -= known.share
             # The time of the model's drafts includes the lookup that found nothing.
-            seconds = wider + memory.lookup.share * lookup
+            seconds = wider + known.share * lookup
         for kind, shapes in self._shapes.items():
             fitting = [shape for shape in shapes if shape.levels <= max(room, self._shallowest)]
             deepest = max((shape.levels for shape in fitting), default=0)
@@ -375,7 +379,7 @@ class Controller(Policy):
 
     def _unread(self, context: Context) -> int:
         """Number of tokens that the drafter would read before a draft, rounded up to a power of two."""
-        return _rounded((max(context.root_positions) + 1 - self._read) * len(context.rows))
+        return rounded_up((max(context.root_positions) + 1 - self._read) * len(context.rows))
 
     def _rate(self, option: Option, rows: int, room: int) -> float:
         """Tokens per second if all steps to the end of the text were like this one."""
@@ -390,7 +394,9 @@ class Controller(Policy):
         def favoured(i: int) -> float:
             used = self._current is not None and options[i].shape is self._current.shape
             margin = MARGIN * (options[i].source is Source.MODEL)
-            margin += PROVEN * (options[i].source is Source.PLAIN and self._memory.ledger.proves)
+            margin += PROVEN * (
+                options[i].source is Source.PLAIN and self._experience.ledger.proves
+            )
             return rates[i] * (1 + self._settings.hysteresis * used - margin)
 
         allowed = range(len(options)) if self._pays else [0]  # plain
@@ -463,9 +469,9 @@ class Controller(Policy):
         context, rows = self._context, range(len(self._first_lengths))
         columns = context.prompt_columns
         self._acceptance, self._current = Acceptance(self._memory.acceptance), None
-        self._look_up_costs(len(rows), columns + 1)
+        self._look_up_steps(len(rows), columns + 1)
         room = context.max_length - columns - 1
-        options = self._options(rows, room, unread=_rounded((columns + 1) * len(rows)))
+        options = self._options(rows, room, unread=rounded_up((columns + 1) * len(rows)))
         return self._best(options, len(rows), room).source
 
     def _let_rest(self, best: Option, context: Context) -> None:
@@ -558,7 +564,7 @@ class Controller(Policy):
         brought = sum(each for each, copy in zip(tokens, copied, strict=True) if copy)
         part = brought / sum(tokens) if sum(tokens) > 0 else 0.0
         wider = (self._verify(nodes) or 0.0) - self._plain
-        self._memory.lookup.add(brought / len(kinds), part * wider, sum(copied) / len(kinds))
+        self._experience.lookup.add(brought / len(kinds), part * wider, sum(copied) / len(kinds))
 
     # --- after the step
 
@@ -601,7 +607,7 @@ class Controller(Policy):
         self._count_gain(took, plain)
         # Credit has paid for what a probe of a model's drafts loses in its first step.
         if drafted and reference and (plain > took or not self._begins_probe):
-            self._memory.ledger.add((plain / (1 + MARGIN) - charged) / reference)
+            self._experience.ledger.add((plain / (1 + MARGIN) - charged) / reference)
         self._count_step(nodes)
 
     def _learn_skipped(self) -> None:
@@ -663,7 +669,7 @@ class Controller(Policy):
         self._renew(seconds)
         self._verify.add(1, seconds, steps)
         memory.idle = 0
-        memory.plain_steps += steps
+        self._experience.plain_steps += steps
         self._last_used[Source.PLAIN] = self._step
         if expected and abs(seconds / expected - 1) > DRIFT:
             self._interval[Source.PLAIN] = FIRST_INTERVAL[Source.PLAIN]
@@ -796,11 +802,6 @@ def _credible(curve: Curve, size: int, is_new: bool, plain: float | None) -> flo
     """
     longest = 2 * (curve(size) or 0.0)
     return min(longest, MAX_LOSS * plain) if is_new and plain else longest
-
-
-def _rounded(tokens: int) -> int:
-    """A number of tokens, rounded up to a power of two."""
-    return 1 << max(0, tokens - 1).bit_length()
 
 
 def _summed(rows: Sequence[Sequence[float]]) -> Sequence[float]:

@@ -94,6 +94,22 @@ class Ledger:
 
 
 @dataclass
+class Experience:
+    """What drafts have brought in steps of about one number of rows.
+
+    Drafts of few rows share a pass that waits for the memory anyway; those of many rows need arithmetic, and
+    may not pay.
+
+    Attributes:
+        plain_steps: number of plain steps that served as a reference.
+    """
+
+    lookup: LookupEstimate = field(default_factory=LookupEstimate)
+    ledger: Ledger = field(default_factory=Ledger)
+    plain_steps: int = 0
+
+
+@dataclass
 class Sleep:
     """The time in which a source does not pay and is not probed: calls that end in it run without it.
 
@@ -112,8 +128,8 @@ class Memory:
 
     Attributes:
         elapsed: seconds of all steps, by which the times in ``verify`` and ``drafts`` become old.
-        plain_steps: number of plain steps that served as a reference.
-        idle: number of steps since the last of them.
+        experiences: number of rows, rounded up to a power of two -> what drafts have brought.
+        idle: number of steps since the last plain step that served as a reference.
         slownesses: latest ratios of the time of plain steps soon after a draft to that of later ones.
         plain_interval: number of steps until plain steps are probed.
         credit: what probes may spend, in plain steps.
@@ -126,10 +142,8 @@ class Memory:
     verify: VerifyCosts = field(init=False)
     drafts: DraftCosts = field(init=False)
     acceptance: LearntAcceptance = field(default_factory=LearntAcceptance)
-    lookup: LookupEstimate = field(default_factory=LookupEstimate)
-    ledger: Ledger = field(default_factory=Ledger)
+    experiences: dict[int, Experience] = field(default_factory=dict)
     savings: RealisedSavings = field(default_factory=RealisedSavings)
-    plain_steps: int = 0
     idle: int = 0
     slownesses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     plain_interval: int = FIRST_INTERVAL[Source.PLAIN]
@@ -141,10 +155,37 @@ class Memory:
     def __post_init__(self) -> None:
         self.verify, self.drafts = VerifyCosts(self.elapsed), DraftCosts(self.elapsed)
 
+    def has_plain_steps(self, rows: int) -> bool:
+        """Whether plain steps were measured with at least about this many rows."""
+        return any(
+            known.plain_steps
+            for size, known in self.experiences.items()
+            if size >= rounded_up(rows)
+        )
+
+    def experience(self, rows: int) -> Experience:
+        """What drafts have brought in steps of about this many rows.
+
+        A new ledger begins with the balance for fewer rows, if that is lower than usual: what does not pay
+        there does not pay with more.
+        """
+        rounded = rounded_up(rows)
+        if rounded not in self.experiences:
+            fewer = [known for known in self.experiences if known < rounded]
+            balance = self.experiences[max(fewer)].ledger.balance if fewer else FIRST_BALANCE
+            ledger = Ledger(min(balance, FIRST_BALANCE))
+            self.experiences[rounded] = Experience(ledger=ledger)
+        return self.experiences[rounded]
+
     @property
     def slowness(self) -> float:
         """The median of ``slownesses``; 1 before there is one."""
         return median_low(self.slownesses) if self.slownesses else 1.0
+
+
+def rounded_up(number: int) -> int:
+    """A number, rounded up to a power of two."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
