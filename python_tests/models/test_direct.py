@@ -20,7 +20,7 @@ from helpers.models.tiny import (
 )
 from helpers.places import ROOT
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.pytorch_utils import Conv1D
 
@@ -33,6 +33,7 @@ from specdec_ext.models.passes import known_code
 from specdec_ext.models.passes.direct import direct_pass as direct
 from specdec_ext.models.passes.direct.direct_pass import PACKED_ROWS, SPLIT_KEYS, WAVE_FLOATS
 from specdec_ext.models.passes.direct.families import FAMILIES
+from specdec_ext.models.passes.direct.rotations import RotationTable
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, LayerStates
 from specdec_ext.models.passes.linears import row_invariant, row_invariant_linears
 from specdec_ext.models.passes.modules import ModulePass
@@ -200,6 +201,62 @@ def random_experts(seed):
         mlp_only_layers=[layer for layer in range(4) if draw.random() < 0.3],
         **sizes,
     )
+
+
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def rotary(kind, **rope):
+    rope = {"rope_type": kind, "rope_theta": 1e4, **rope}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=rope)
+    return modeling_llama.LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotations_from_a_table_have_the_bits_of_those_computed(kind, dtype):
+    rotation, states = rotary(kind, **ROPES[kind]), torch.zeros(1, dtype=dtype)
+    table = RotationTable(rotation)
+    for positions in ([[0, 0, 1, 2], [0, 1, 2, 3]], [[4]], [[5], [3]], [[900, 7]], [[901, 1801]]):
+        positions = torch.tensor(positions)
+        for ours, theirs in zip(table(states, positions), rotation(states, positions), strict=True):
+            assert torch.equal(ours, theirs) and ours.dtype == dtype and ours.is_contiguous()
+
+
+def test_tables_grow_rarely():
+    computed = []
+
+    def rotation(states, position_ids):
+        computed.append(position_ids.shape[1])
+        return position_ids[..., None], position_ids[..., None]
+
+    table = RotationTable(rotation)
+    for position in range(99, 1000):
+        table(torch.zeros(1), torch.tensor([[position]]))
+    assert computed == [100, 200, 400, 800, 1600]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "default"])
+def test_rotations_that_depend_on_the_text_have_no_table(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope |= {"original_max_position_embeddings": 64}
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    config = LlamaConfig(**sizes, num_attention_heads=4, rope_parameters=rope)
+    target = make_target(LlamaForCausalLM(config).eval(), 64)
+    tables = [isinstance(each, RotationTable) for each in target.runner.direct.rotations]
+    assert tables == [kind == "default"]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -47,6 +47,11 @@ def rotation_change(config: PreTrainedConfig, span: Span) -> str | None:
     return None
 
 
+def has_fixed_rotations(config: PreTrainedConfig) -> bool:
+    """Whether the rotation of a position is the same in texts of all lengths."""
+    return not any(_changes(config))
+
+
 def selection_change(config: PreTrainedConfig, span: Span) -> str | None:
     """Return why a call over ``span`` must decode one token at a time, None if it need not.
 

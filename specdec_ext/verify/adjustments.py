@@ -59,6 +59,10 @@ class AdjustLogits:
 
     def __init__(self, processors: Iterable[Any]):
         self._processors = list(processors)
+        self._ranges = [RANGES[type(each)](each) for each in self._processors]
+        kinds = {kind for kind, *_ in self._ranges}
+        # Others need to know how long the text is, and nothing else.
+        self._reads_tokens = not kinds.isdisjoint((Adjustment.PENALISE, Adjustment.BAN))
         self._arguments: tuple[Tensor, ...] | None = None  # the op's last ones, of all rows
         self._rows: tuple[list[int], Staged] | None = None
         self._lengths: tuple[list[int], Staged] | None = None
@@ -71,7 +75,8 @@ class AdjustLogits:
 
     def stage(self, context: Context) -> None:
         """Begin a round: stage the text, its lengths and the active rows."""
-        context.stage_text()
+        if self._reads_tokens:
+            context.stage_text()
         self._staged_lengths(context)
         self._staged_rows(context)
 
@@ -95,7 +100,9 @@ class AdjustLogits:
         if self._arguments is None:
             self._arguments = self._prepare(len(context.generated), logits)
         skips, penalties, sizes, adjustments, tables = self._arguments
-        text, lengths = context.sequences(), self._staged_lengths(context).tensor
+        lengths = self._staged_lengths(context).tensor
+        unread = skips[:, None].expand(-1, context.max_length)
+        text = context.sequences() if self._reads_tokens else unread
         staged_rows = self._staged_rows(context)
         if staged_rows is not None:
             rows = staged_rows.tensor
@@ -124,11 +131,11 @@ class AdjustLogits:
                 skips += _ignored(each, batch, skips.device)
             elif isinstance(each, hf.NoRepeatNGramLogitsProcessor):
                 sizes.fill_(each.ngram_size)
-        ranges = [RANGES[type(each)](each) for each in self._processors]
         tables = [
-            _table(each, *its, logits) for each, its in zip(self._processors, ranges, strict=True)
+            _table(each, *its, logits)
+            for each, its in zip(self._processors, self._ranges, strict=True)
         ]
-        adjustments = torch.tensor(ranges, device=logits.device)
+        adjustments = torch.tensor(self._ranges, device=logits.device)
         return skips, penalties, sizes, adjustments, torch.stack(tables)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.models.base import TargetOutput
+from specdec_ext.models.context_limit import has_fixed_rotations
 from specdec_ext.models.graphs import GraphRunner
 from specdec_ext.models.passes.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.models.passes.direct.direct_pass import TREE, DirectPass, agrees, is_agreed
@@ -50,6 +51,8 @@ class PassRunner:
         implementation = modules.config._attn_implementation
         serves = direct and direct.serves(implementation, self._cache.cache.layers)
         self.direct = direct if serves else None
+        if self.direct is not None and has_fixed_rotations(modules.config):
+            self.direct = self.direct.with_tables()
         # Ops compute attention over slots: tree_attention, which replaces only this implementation, or all
         # layers.
         self._has_attention = bool(self._cache.layers) and (

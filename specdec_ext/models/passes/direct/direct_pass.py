@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,7 @@ from specdec_ext.models.passes.agreement import (
 )
 from specdec_ext.models.passes.attention import TreeBlock
 from specdec_ext.models.passes.direct.families import Family
+from specdec_ext.models.passes.direct.rotations import Rotation, RotationTable
 from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks, has_known_experts
 from specdec_ext.ops.decoder_layers import LAYER_TENSORS, DecoderForm
 from specdec_ext.ops.quantise import QuantisedWeight
@@ -79,7 +80,7 @@ class DirectPass:
     embedding: Tensor
     embedding_scale: Tensor | float | None
     positions: Tensor | None
-    rotations: list[Callable[..., tuple[Tensor, Tensor]]]
+    rotations: list[Rotation]
     weights: list[Tensor]
     scales: list[Tensor]
     levels: Tensor | None
@@ -105,6 +106,10 @@ class DirectPass:
                 for layer, window in zip(layers, self.windows, strict=True)
             )
         )
+
+    def with_tables(self) -> DirectPass:
+        """This pass with tables of the rotations, which must be fixed, for one call."""
+        return replace(self, rotations=[*map(RotationTable, self.rotations)])
 
     def __call__(
         self,

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.passes.direct.direct_pass import DirectPass
 from specdec_ext.models.passes.direct.families import FAMILIES, Family, LayerParts
+from specdec_ext.models.passes.direct.rotations import Rotation
 from specdec_ext.models.passes.known_code import has_code_of, is_untouched
 from specdec_ext.models.passes.linears import is_readable, matrix_of
 from specdec_ext.ops.decoder_layers import (
@@ -275,7 +276,7 @@ def _outs(module: nn.Module) -> int:
 
 def _rotations(
     decoder: Any, attentions: list[Any], family: Family
-) -> tuple[tuple[int, ...], list[Callable[..., tuple[Tensor, Tensor]]]]:
+) -> tuple[tuple[int, ...], list[Rotation]]:
     """Return the table of each layer, and what computes the tables."""
     if family.positions:
         return (-1,) * len(attentions), []
