@@ -246,6 +246,15 @@ def test_tables_grow_rarely():
     assert computed == [100, 200, 400, 800, 1600]
 
 
+def test_table_bytes_are_a_close_limit(model):
+    direct_pass = findings_of(model).direct.with_tables()
+    (table,) = direct_pass.rotations
+    for position in (31, 32):
+        table(torch.zeros(1), torch.tensor([[position]]))
+    held = table._cosines.nbytes + table._sines.nbytes
+    assert held <= direct_pass.table_bytes(33) < 1.1 * held
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "default"])
 def test_rotations_that_depend_on_the_text_have_no_table(kind):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}

@@ -203,7 +203,8 @@ class LanguageModel:
         part = tokens if whole else min(tokens, COMPARED_COLUMNS)
         passed = self._by_modules(rows, tokens, whole, part)
         work = self._direct.work_bytes(rows, min(tokens, DIRECT_COLUMNS), tokens)
-        return replace(passed, work=max(passed.work, work))
+        tables = self._direct.table_bytes(tokens)
+        return replace(passed, work=max(passed.work, work) + tables)
 
     def _by_modules(
         self, rows: int, tokens: int, whole: bool = False, part: int | None = None

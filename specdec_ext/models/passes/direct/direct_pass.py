@@ -28,7 +28,7 @@ from specdec_ext.models.passes.agreement import (
 )
 from specdec_ext.models.passes.attention import TreeBlock
 from specdec_ext.models.passes.direct.families import Family
-from specdec_ext.models.passes.direct.rotations import Rotation, RotationTable
+from specdec_ext.models.passes.direct.rotations import TABLE_GROWTH, Rotation, RotationTable
 from specdec_ext.models.passes.known_code import has_code_of, has_global_hooks, has_known_experts
 from specdec_ext.ops.decoder_layers import LAYER_TENSORS, DecoderForm
 from specdec_ext.ops.quantise import QuantisedWeight
@@ -210,6 +210,11 @@ class DirectPass:
         floats = min(partials, WAVE_FLOATS) + packed
         own = count * ((sum(widths) + kept) * size + of_experts)
         return own + floats * torch.float32.itemsize
+
+    def table_bytes(self, slots: int) -> int:
+        """The most bytes of the tables of rotations in a call that uses ``slots`` slots."""
+        size = len(self.rotations) * self.head_dim * self.embedding.element_size()
+        return 2 * TABLE_GROWTH * slots * size
 
     def _outs(self, layer: int) -> dict[str, int]:
         """Return the number of outputs of all matrices of a layer, of one expert for those of experts."""

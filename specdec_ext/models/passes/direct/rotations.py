@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+# A table that is too small becomes at least so many times as large.
+TABLE_GROWTH = 2
 # states, position ids -> cosines, sines
 Rotation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -37,7 +39,8 @@ class RotationTable:
         size = int(position_ids.max()) + 1
         if size > self._size:
             # The first pass reads the prompt, and may be the only one.
-            self._size = max(size, 2 * self._size)
-            positions = torch.arange(self._size, device=position_ids.device)
-            (self._cosines,), (self._sines,) = self._rotation(states, positions[None])
+            size = max(size, TABLE_GROWTH * self._size)
+            positions = torch.arange(size, device=position_ids.device)[None]
+            cosines, sines = self._rotation(states, positions)
+            self._size, self._cosines, self._sines = size, cosines[0], sines[0]
         return self._cosines[position_ids], self._sines[position_ids]
