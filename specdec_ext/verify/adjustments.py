@@ -100,8 +100,8 @@ class AdjustLogits:
         if self._arguments is None:
             self._arguments = self._prepare(len(context.generated), logits)
         skips, penalties, sizes, adjustments, tables = self._arguments
-        lengths = self._staged_lengths(context).tensor
-        unread = skips[:, None].expand(-1, context.max_length)
+        lengths = self._staged_lengths(context)
+        unread = skips[:, None].expand(-1, max(lengths.values))
         text = context.sequences() if self._reads_tokens else unread
         staged_rows = self._staged_rows(context)
         if staged_rows is not None:
@@ -112,7 +112,7 @@ class AdjustLogits:
             tree.tokens,
             tree.parents,
             text,
-            lengths,
+            lengths.tensor,
             skips,
             penalties,
             sizes,
