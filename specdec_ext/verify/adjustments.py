@@ -101,8 +101,11 @@ class AdjustLogits:
             self._arguments = self._prepare(len(context.generated), logits)
         skips, penalties, sizes, adjustments, tables = self._arguments
         lengths = self._staged_lengths(context)
-        unread = skips[:, None].expand(-1, max(lengths.values))
-        text = context.sequences() if self._reads_tokens else unread
+        text = (
+            context.sequences()
+            if self._reads_tokens
+            else skips[:, None].expand(-1, max(lengths.values))
+        )
         staged_rows = self._staged_rows(context)
         if staged_rows is not None:
             rows = staged_rows.tensor

@@ -11,7 +11,6 @@ A sliding-window layer keeps its whole history, so rolling back is free there, t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ class RollbackLayer(DynamicLayer):
         rows, heads, _, dim = like.shape
         # Zeros, because an unused slot is masked with weight 0, but NaN times 0 is NaN. Not in inference
         # mode, because the cache outlives the call and others could not write to it.
-        with inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with inference_mode(False):
             return torch.zeros(rows, heads, slots, dim, dtype=like.dtype, device=like.device)
 
     def update(
