@@ -35,8 +35,9 @@ def TRANSPOSED(input, weight, bias=None):
     return ops.linear(input, columns(weight), bias)
 
 
-# Below, at and beyond a step (16 or 32), a chunk (512 or 1024) and a tile or a group of 16 to 64 outputs.
-IN_FEATURES = [1, 15, 16, 17, 33, 256, 511, 513, 1056, 2049]
+# Below, at and beyond a step (16 or 32), a chunk (from 1024 for six rows to 6144 for one), and a tile or a
+# group of 16 to 64 outputs.
+IN_FEATURES = [1, 15, 16, 17, 33, 256, 511, 513, 1024, 1056, 2049, 6160]
 OUT_FEATURES = [1, 2, 7, 24, 25, 50, 63, 97]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 31, 32, 33, 70]
 

@@ -20,20 +20,9 @@ struct alignas(kStepBytes) Step {
   std::byte bytes[kStepBytes];
 };
 
-// The type of packed inputs that are not integers.
+// The type of packed inputs that keep their order.
 FloatType packed_type(const LinearParams& params) {
   return product_kind(params) == ProductKind::kRows ? params.type : FloatType::kFloat32;
-}
-
-// The steps of a packed row: a whole number of blocks, if the weights are codes.
-int64_t num_steps(const LinearParams& params) {
-  if (are_integers(product_kind(params))) {
-    return num_integer_units(params.in_features) * sizeof(IntegerInputs) / kStepBytes;
-  }
-  const bool has_codes = product_kind(params) == ProductKind::kFloatCodes;
-  const int64_t bytes = params.in_features * element_size(packed_type(params));
-  const int64_t block = has_codes ? kCodeBlock * sizeof(float) : kStepBytes;
-  return std::max<int64_t>(1, (bytes + block - 1) / block) * block / kStepBytes;
 }
 
 // Returns an input row in the type of packed inputs, in `converted` if it is not stored in it.
@@ -50,10 +39,10 @@ const std::byte* packed_row(const LinearParams& params, int64_t row,
 }
 
 // Copies inputs into the order that LinearPass describes.
-void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks, Step* packed) {
+void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks, int64_t steps,
+          Step* packed) {
   thread_local std::vector<float> converted;
   const int64_t row_bytes = params.in_features * element_size(packed_type(params));
-  const int64_t steps = num_steps(params);
   for (int64_t i = 0; i < blocks.count; ++i) {
     const int64_t first = blocks.begin(i), rows = blocks.size(i);
     for (int64_t r = 0; r < rows; ++r) {
@@ -72,25 +61,35 @@ void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks
   }
 }
 
+// Whether inputs are packed as halves, if they can be. Then the loops need not split them, but take twice
+// the bytes. Few rows gain only where L1 holds all inputs of a block.
+bool are_halved(const LinearProducts& halved, const LinearParams& params) {
+  constexpr int64_t kFew = 4, kMany = 12;
+  const int64_t block_bytes = halved.max_rows * params.in_features * sizeof(float);
+  return params.rows >= (block_bytes <= kInputBytes ? kFew : kMany);
+}
+
 // Calls compute(pass) for passes of up to kPassRows rows.
 template <typename Compute>
-void for_each_pass(const LinearParams& params, const Products& code, const Compute& compute) {
+void for_each_pass(const LinearParams& params, const LinearProducts& code, const Compute& compute) {
   thread_local std::vector<Step> packed;
-  const int64_t steps = num_steps(params);
+  const int64_t steps = code.packing.num_steps(params.in_features);
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const RowBlocks blocks(std::min(kPassRows, params.rows - row), code.max_rows);
     packed.resize(std::max<size_t>(packed.size(), blocks.rows * steps));
-    if (code.pack_integers) {
-      code.pack_integers(params, row, blocks, packed.data()->bytes);
+    if (code.packing.pack) {
+      code.packing.pack(params, row, blocks, packed.data()->bytes);
     } else {
-      pack(params, row, blocks, packed.data());
+      pack(params, row, blocks, steps, packed.data());
     }
     compute(LinearPass{params, row, blocks, steps, packed.data()->bytes});
   }
 }
 
-void few_rows_linears(const Products& code, std::span<const LinearParams> products,
+void few_rows_linears(const Products& all, std::span<const LinearParams> products,
                       const ParallelFor& parallel_for) {
+  const bool halved = all.halved.run && are_halved(all.halved, products[0]);
+  const LinearProducts& code = halved ? all.halved : all.linear;
   const int64_t tiles = num_parts(products, kTileOuts);
   for_each_pass(products[0], code, [&](const LinearPass& pass) {
     parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.blocks.rows),
@@ -98,8 +97,8 @@ void few_rows_linears(const Products& code, std::span<const LinearParams> produc
                    for_each_part(
                        products, kTileOuts, begin, end,
                        [&](const LinearParams& params, int64_t first, int64_t last) {
-                         code.linear({params, pass.first_row, pass.blocks, pass.steps, pass.inputs},
-                                     first, last);
+                         code.run({params, pass.first_row, pass.blocks, pass.steps, pass.inputs},
+                                  first, last);
                        });
                  });
   });

@@ -43,13 +43,22 @@ struct Avx2 : Transposes {
   }
 };
 
-// 12 of the 16 registers hold sums.
-struct Float32 : Avx2, IntegerPacking {
-  using Element = float;
+// Operands of one register leave 12 of the 16 for sums.
+struct Floats : Avx2 {
   using Operand = __m256;
-  static constexpr int kPanelRows = 3;
   static constexpr int kMaxRows = 3;
   static constexpr int num_outs(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : 2; }
+
+  SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+x"(x)); }
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
+    sums = _mm256_fmadd_ps(w, x, sums);
+  }
+};
+
+struct Float32 : Floats, IntegerPacking {
+  using Element = float;
+  static constexpr int kHalves = 1;
+  static constexpr int kPanelRows = 3;
 
   SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm256_loadu_ps(p); }
   SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
@@ -58,10 +67,6 @@ struct Float32 : Avx2, IntegerPacking {
     return _mm256_load_ps(padded);
   }
   SPECDEC_LINEAR_INLINE static Operand broadcast(const float* p) { return _mm256_set1_ps(*p); }
-  SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+x"(x)); }
-  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
-    sums = _mm256_fmadd_ps(w, x, sums);
-  }
   SPECDEC_LINEAR_INLINE static void multiply_add_all(Vector& sums, Operand w, const float* p) {
     multiply_add(sums, w, broadcast(p));
   }
@@ -153,22 +158,43 @@ struct Float32 : Avx2, IntegerPacking {
   SPECDEC_LINEAR_INLINE static Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 };
 
-// An operand takes two registers, so 8 of them hold sums.
+struct BFloat16Halves : Floats {
+  using Element = BFloat16;
+  static constexpr int kHalves = 2;
+  static constexpr int kMaxRows = 6;
+  static constexpr int num_outs(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+  SPECDEC_LINEAR_INLINE static __m256i load(const BFloat16* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  SPECDEC_LINEAR_INLINE static __m256i load_first(const BFloat16* p, int64_t count) {
+    alignas(32) BFloat16 padded[16] = {};
+    std::memcpy(padded, p, count * sizeof(BFloat16));
+    return load(padded);
+  }
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static __m256 half(__m256i pairs) {
+    return _mm256_castsi256_ps(kHalf == 0 ? _mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000))
+                                          : _mm256_slli_epi32(pairs, 16));
+  }
+};
+
+// An operand takes two registers, so 8 hold sums.
 struct BFloat16Split : Avx2 {
   using Element = BFloat16;
   struct Operand {
     __m256 odd, even;
   };
+  static constexpr int kHalves = 1;
   static constexpr int kPanelRows = 2;
   static constexpr int kMaxRows = 2;
   static constexpr int num_outs(int rows) { return rows == 1 ? 4 : 2; }
 
   SPECDEC_LINEAR_INLINE static Operand split(__m256i pairs) {
-    return {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000))),
-            _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
+    return {BFloat16Halves::half<0>(pairs), BFloat16Halves::half<1>(pairs)};
   }
   SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) {
-    return split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return split(BFloat16Halves::load(p));
   }
   SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) {
     int32_t pair;
@@ -176,9 +202,7 @@ struct BFloat16Split : Avx2 {
     return split(_mm256_set1_epi32(pair));
   }
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
-    alignas(32) BFloat16 padded[16] = {};
-    std::memcpy(padded, p, count * sizeof(BFloat16));
-    return load(padded);
+    return split(BFloat16Halves::load_first(p, count));
   }
   SPECDEC_LINEAR_INLINE static void keep(Operand&) {}
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Operand& w, const Operand& x) {
@@ -191,8 +215,10 @@ struct BFloat16Split : Avx2 {
 
 Products products_avx2(FloatType type, ProductKind kind) {
   if (kind != ProductKind::kRows) return wide_products<Float32>(type, kind);
-  return type == FloatType::kFloat32 ? products_with<Float32, Float32>()
-                                     : products_with<BFloat16Split, Float32>();
+  if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
+  Products products = products_with<BFloat16Split, Float32>();
+  products.halved = linear_products<LinearKernel<BFloat16Halves>>();
+  return products;
 }
 
 }  // namespace specdec::cpu

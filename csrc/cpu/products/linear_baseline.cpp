@@ -26,6 +26,7 @@ SPECDEC_LINEAR_INLINE void multiply_add_lane(float& sum, float w, float x) {
 template <class T>
 struct Portable {
   using Element = T;
+  static constexpr int kHalves = 1;
   using Vector = Lanes;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 2;

@@ -16,6 +16,7 @@ constexpr int64_t kStepBytes = 64;  // of a row, multiplied at a time
 constexpr int64_t kLanes = 16;
 constexpr int64_t kTileOuts = 24;
 constexpr int64_t kPassRows = 32;
+constexpr int64_t kInputBytes = 24576;  // a block's chunk of inputs, which stay in L1
 
 // How a matrix is stored and multiplied. Inputs of rows are packed in the type of the product. Codes
 // and columns are float32 weights to the loops, with inputs in float32, but for codes that few rows of
@@ -51,11 +52,6 @@ struct alignas(kStepBytes) IntegerInputs {
   float scales[kLanes];  // 2^(e - 15) of a lane's 64 inputs, or NaN
 };
 
-// Number of IntegerInputs of a packed row.
-inline int64_t num_integer_units(int64_t ins) {
-  return std::max<int64_t>(1, (ins + kIntegerInputs - 1) / kIntegerInputs);
-}
-
 // Rows in the smallest number of blocks of at most `most` rows. Blocks are as even as possible: each
 // has `largest` rows or one less.
 struct RowBlocks {
@@ -71,9 +67,21 @@ struct RowBlocks {
   int64_t size(int64_t i) const { return begin(i + 1) - begin(i); }
 };
 
+// How the inputs of a row are packed, with zeros beyond in_features.
+struct Packing {
+  int64_t inputs;  // of a unit
+  int64_t steps;   // that a unit takes
+  // Packs the input rows of blocks that begin at `first_row`. Null: inputs keep their order.
+  void (*pack)(const LinearParams& params, int64_t first_row, const RowBlocks& blocks,
+               std::byte* packed);
+
+  int64_t num_units(int64_t ins) const { return std::max<int64_t>(1, (ins + inputs - 1) / inputs); }
+  int64_t num_steps(int64_t ins) const { return num_units(ins) * steps; }
+};
+
 // Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
-// [blocks][steps][rows of the block][kStepBytes], zeros beyond in_features. Integers are
-// [blocks][units][rows of the block] of IntegerInputs.
+// [blocks][steps][rows of the block][kStepBytes]. Integers are [blocks][units][rows of the block] of
+// IntegerInputs.
 // Without this copy, rows whose stride is a multiple of 4 KiB would evict each other from L1.
 struct LinearPass {
   const LinearParams& params;
@@ -114,14 +122,23 @@ PassProducts pass_products() {
   return {Kernel::kPackedRows, Kernel::packed_size, Kernel::pack_inputs, Kernel::run};
 }
 
+// Products that are computed in LinearPasses.
+struct LinearProducts {
+  int64_t max_rows;  // of a block
+  Packing packing;
+  // Writes the pass's rows of output[:, first_out:end_out].
+  void (*run)(const LinearPass& pass, int64_t first_out, int64_t end_out);
+};
+
+template <class Kernel>
+LinearProducts linear_products() {
+  return {Kernel::kMaxRows, Kernel::packing(), Kernel::run};
+}
+
 // The products of one element type and kind on one instruction set.
 struct Products {
-  int64_t max_rows;  // of a block of a LinearPass
-  // Packs the input rows of blocks that begin at `first_row`, if inputs are packed as integers.
-  void (*pack_integers)(const LinearParams& params, int64_t first_row, const RowBlocks& blocks,
-                        std::byte* packed);
-  // Writes the pass's rows of output[:, first_out:end_out].
-  void (*linear)(const LinearPass& pass, int64_t first_out, int64_t end_out);
+  LinearProducts linear;
+  LinearProducts halved;  // the same with inputs as halves, for more rows; null: `linear`
   // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
   // `stride` apart.
   void (*panel)(const void* panel, const void* input, int64_t rows, int64_t ins, float* values,

@@ -151,6 +151,8 @@ class CodesKernel {
  public:
   static constexpr int64_t kMaxRows = F::kMaxCodeRows;
 
+  static constexpr Packing packing() { return {kCodeBlock, kCodeBlock / kLanes, nullptr}; }
+
   static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
     constexpr auto kRows = std::make_index_sequence<F::kMaxCodeRows>();
     if constexpr (std::is_same_v<Stored, BFloat16>) {  // others are multiplied as integers

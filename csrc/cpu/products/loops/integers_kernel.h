@@ -32,11 +32,15 @@ class IntegersKernel {
  public:
   static constexpr int64_t kMaxRows = F::kMaxIntegerRows;
 
+  static constexpr Packing packing() {
+    return {kIntegerInputs, sizeof(IntegerInputs) / kStepBytes, pack};
+  }
+
   // Packs the input rows of blocks that begin at `first_row`.
   static void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks,
                    std::byte* packed) {
     IntegerInputs* units = reinterpret_cast<IntegerInputs*>(packed);
-    const int64_t count = num_integer_units(params.in_features);
+    const int64_t count = packing().num_units(params.in_features);
     for (int64_t i = 0; i < blocks.count; ++i) {
       const int64_t row = blocks.begin(i), rows = blocks.size(i);
       for (int64_t r = 0; r < rows; ++r) {
@@ -67,7 +71,7 @@ class IntegersKernel {
   // Packs an input row as units that are `stride` apart.
   SPECDEC_LINEAR_TARGET static void pack_row(const LinearParams& params, int64_t row,
                                              IntegerInputs* units, int64_t stride) {
-    const int64_t ins = params.in_features, count = num_integer_units(ins);
+    const int64_t ins = params.in_features, count = packing().num_units(ins);
     const Stored* input = static_cast<const Stored*>(params.input) + input_offset(params, row);
     for (int64_t in = 0; in < count * kIntegerInputs; in += kShared) {
       Stored padded[kShared] = {};
@@ -126,7 +130,7 @@ class IntegersKernel {
   template <CodeKind kKind, bool kHasOffsets, int kRows, int kOuts>
   SPECDEC_LINEAR_TARGET static void run_tile(const LinearPass& pass, const OutTile& tile) {
     thread_local std::vector<float> numbers;
-    const int64_t stride = num_integer_units(pass.params.in_features) * kUnitBlocks;
+    const int64_t stride = packing().num_units(pass.params.in_features) * kUnitBlocks;
     numbers.resize(std::max<size_t>(numbers.size(), 2 * kTileOuts * stride + kFilled));
     const Table table{numbers.data(), numbers.data() + kTileOuts * stride, stride};
     spread_groups<kOuts>(pass.params, tile, stride, numbers.data());
@@ -200,7 +204,7 @@ class IntegersKernel {
     constexpr int64_t kUnitBytes = kIntegerInputs * Own::kBits / 8;
     constexpr int64_t kPartIns = kIntegerInputs / kParts, kPartBytes = kUnitBytes / kParts;
     const LinearParams& params = pass.params;
-    const int64_t ins = params.in_features, units = num_integer_units(ins);
+    const int64_t ins = params.in_features, units = packing().num_units(ins);
     const IntegerInputs* inputs = reinterpret_cast<const IntegerInputs*>(pass.inputs) + row * units;
     const uint8_t* rows[kOuts];
     SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) rows[i] = Own::row(params, outs.at(i));

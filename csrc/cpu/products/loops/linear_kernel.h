@@ -5,10 +5,12 @@
 //   Element      storage type; 64 bytes of it are a step, one or two elements for each of 16 lanes
 //   Vector       16 / kParts lanes in a register; kParts of them are the sums of an output element
 //   Operand      the part of a step for one Vector
+//   kHalves      1, or 2 if what `load` returns has two Operands, which are Vectors: half<0>(loaded) has the
+//                odd elements of the lanes, half<1>(loaded) the even ones. Then inputs are packed as halves
 //   kMaxRows     largest number of input rows in a register block
 //   kIsSpread    whether its weight rows are far apart in memory
 //   num_outs(r)  weight rows in a register block of r input rows
-//   load(p), load_first(p, count)             the Operand at p; its first elements, then zeros
+//   load(p), load_first(p, count)             the part at p; its first elements, then zeros
 //   keep(operand)                             keeps it in a register, see step()
 //   multiply_add(vector, weights, inputs)
 //   zero(), load_lanes(p), store_lanes(v, p)
@@ -39,8 +41,6 @@
 #define SPECDEC_UNROLL _Pragma("GCC unroll 32")
 
 namespace specdec::cpu {
-
-constexpr int64_t kInputBytes = 16384;  // a block's chunk of inputs, half of L1
 
 // Copies the first `count` of kMost elements, or all of them if there are fewer. A size that compilers know
 // takes no call.
@@ -141,6 +141,14 @@ class LinearKernel {
  public:
   static constexpr int64_t kMaxRows = F::kMaxRows;
 
+  static constexpr Packing packing() {
+    if constexpr (kHalves == 2) {
+      return {kStep, kHalves, pack_halves};
+    } else {
+      return {kStep, kHalves, nullptr};
+    }
+  }
+
   static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {
     static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kMaxRows>());
     kFunctions[pass.blocks.largest - 1](pass, first_out, end_out);
@@ -148,12 +156,15 @@ class LinearKernel {
 
  private:
   using Element = typename F::Element;
+  using Input = std::conditional_t<F::kHalves == 2, float, Element>;
   using Vector = typename F::Vector;
   using Operand = typename F::Operand;
-  static constexpr int kParts = F::kParts;
+  using Loaded = decltype(F::load(static_cast<const Element*>(nullptr)));
+  static constexpr int kParts = F::kParts, kHalves = F::kHalves;
   static constexpr int64_t kStep = kStepBytes / sizeof(Element);
   static constexpr int64_t kPart = kStep / kParts;
   static constexpr int64_t kPartLanes = kLanes / kParts;
+  static constexpr int64_t kInputStep = kStep / kHalves;
 
   // Prefetches the next tile of spread blocks, whose rows follow those of this one.
   class NextTile {
@@ -210,16 +221,18 @@ class LinearKernel {
     // Smaller blocks of input rows have no registers left for it.
     constexpr bool kPrefetches = F::kIsSpread && kOuts == F::num_outs(F::kMaxRows);
     NextTile next(pass, tile);
-    const int64_t end = pass.steps * kStep;
-    const int64_t chunk_size = even_part(pass.steps, kInputBytes / kRows / kStepBytes) * kStep;
+    const int64_t steps = pass.steps / kHalves, end = steps * kStep;
+    const int64_t chunk_size = even_part(steps, kInputBytes / kRows / kHalves / kStepBytes) * kStep;
+    // Several streams that never turn back are read at an even pace by themselves.
+    const bool paced = pass.blocks.count == 1 && chunk_size >= end && kOuts > 1;
     for (int64_t first = 0; first < end; first += chunk_size) {
       const int64_t count = std::min(chunk_size, params.in_features - first);
       const Chunk chunk{params, first, count, first == 0, first + chunk_size >= end};
       for_each_row_block<kRows>(pass.blocks, [&]<int kOwnRows>(int64_t row) {
-        const Element* inputs =
-            reinterpret_cast<const Element*>(pass.inputs) + row * end + kOwnRows * first;
+        const Input* inputs =
+            reinterpret_cast<const Input*>(pass.inputs) + row * end + kOwnRows * first;
         float* own_lanes = lanes + row * kTileOuts * kLanes;
-        if (pass.blocks.count > 1) {  // one block reads at an even pace by itself
+        if (!paced) {
           run_block<kOwnRows, kOuts, kPrefetches>(chunk, tile, inputs, pass.first_row + row,
                                                   own_lanes, next);
         } else {
@@ -236,7 +249,7 @@ class LinearKernel {
   template <int kRows, int kOuts, bool kPrefetches>
   __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk,
                                                                         const OutTile& tile,
-                                                                        const Element* inputs,
+                                                                        const Input* inputs,
                                                                         int64_t row, float* lanes,
                                                                         NextTile& next) {
     NextTile own = next;  // in registers
@@ -252,7 +265,7 @@ class LinearKernel {
   // A register block: kRows input rows x kOuts weight rows. `lanes` is [kRows, kOuts, kLanes].
   template <int kRows, int kOuts, bool kPrefetches>
   SPECDEC_LINEAR_INLINE static void multiply(const Chunk& chunk, const OutBlock& outs,
-                                             const Element* inputs, int64_t row, float* lanes,
+                                             const Input* inputs, int64_t row, float* lanes,
                                              NextTile& next_tile) {
     const Element* weights[kOuts];
     for (int i = 0; i < kOuts; ++i) {
@@ -296,22 +309,79 @@ class LinearKernel {
 
   // Multiplies `count` elements, kStep or the last few.
   template <int kRows, int kOuts>
-  SPECDEC_LINEAR_INLINE static void step(const Element* inputs, const Element* const* weights,
+  SPECDEC_LINEAR_INLINE static void step(const Input* inputs, const Element* const* weights,
                                          int64_t k, int64_t count, Sums<kRows, kOuts>& sums) {
     SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
-      const int64_t left = count - part * kPart;
-      Operand w[kOuts];
-      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
-        const Element* p = weights[i] + k + part * kPart;
-        Operand loaded = left >= kPart ? F::load(p) : F::load_first(p, std::max<int64_t>(left, 0));
-        // Otherwise compilers load it again for every row: two rows take 1.3 times as long with AVX2.
-        if constexpr (kRows > 1) F::keep(loaded);
-        w[i] = loaded;
-      }
-      SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
-        Operand x = F::load(inputs + r * kStep + part * kPart);
-        F::keep(x);
-        SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) F::multiply_add(sums[r][i][part], w[i], x);
+      const int64_t at = k + part * kPart, left = count - part * kPart;
+      add_half<kRows, kOuts, 0>(inputs, weights, at, left, part, sums);
+      if constexpr (kHalves == 2) add_half<kRows, kOuts, 1>(inputs, weights, at, left, part, sums);
+    }
+  }
+
+  // Multiplies a part of a step, or half of it, with the weights from `at` on, of which `left` exist. Each
+  // half loads the weights, because no register is left to keep them.
+  template <int kRows, int kOuts, int kHalf>
+  SPECDEC_LINEAR_INLINE static void add_half(const Input* inputs, const Element* const* weights,
+                                             int64_t at, int64_t left, int part,
+                                             Sums<kRows, kOuts>& sums) {
+    Operand w[kOuts];
+    SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+      const Element* p = weights[i] + at;
+      Operand loaded =
+          operand<kHalf>(left >= kPart ? F::load(p) : F::load_first(p, std::max<int64_t>(left, 0)));
+      // Otherwise compilers load it again for every row: two rows take 1.3 times as long with AVX2.
+      if constexpr (kRows > 1 && kHalves == 1) F::keep(loaded);
+      w[i] = loaded;
+    }
+    const Input* own = inputs + kHalf * kRows * kInputStep + part * (kInputStep / kParts);
+    SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+      Operand x = load_input(own + r * kInputStep);
+      if constexpr (kOuts > 1) F::keep(x);
+      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) F::multiply_add(sums[r][i][part], w[i], x);
+    }
+  }
+
+  SPECDEC_LINEAR_INLINE static Operand load_input(const Input* p) {
+    if constexpr (kHalves == 1) {
+      return F::load(p);
+    } else {
+      return F::load_lanes(p);
+    }
+  }
+
+  template <int kHalf>
+  SPECDEC_LINEAR_INLINE static Operand operand(const Loaded& loaded) {
+    if constexpr (kHalves == 1) {
+      return loaded;
+    } else {
+      return F::template half<kHalf>(loaded);
+    }
+  }
+
+  // Packs each step of inputs as two of float32, first the odd ones, then the even ones.
+  SPECDEC_LINEAR_TARGET static void pack_halves(const LinearParams& params, int64_t first_row,
+                                                const RowBlocks& blocks, std::byte* packed) {
+    const int64_t ins = params.in_features, count = packing().num_units(ins);
+    for (int64_t i = 0; i < blocks.count; ++i) {
+      const int64_t row = blocks.begin(i), rows = blocks.size(i);
+      for (int64_t r = 0; r < rows; ++r) {
+        const Element* input =
+            static_cast<const Element*>(params.input) + input_offset(params, first_row + row + r);
+        Input* target = reinterpret_cast<Input*>(packed) + row * count * kStep + r * kInputStep;
+        for (int64_t in = 0; in < count * kStep; in += kStep, target += rows * kStep) {
+          Element padded[kStep] = {};
+          const Element* own = input + in;
+          if (in + kStep > ins) {
+            std::memcpy(padded, own, std::max<int64_t>(ins - in, 0) * sizeof(Element));
+            own = padded;
+          }
+          SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
+            Input* of_part = target + part * kPartLanes;
+            const Loaded loaded = F::load(own + part * kPart);
+            F::store_lanes(operand<0>(loaded), of_part);
+            F::store_lanes(operand<1>(loaded), of_part + rows * kInputStep);
+          }
+        }
       }
     }
   }

@@ -356,8 +356,8 @@ template <class F, class Many>
 Products products_with() {
   using Element = typename F::Element;
   using ManyRows = ManyRowsKernel<Many, Element, Element, ProductKind::kRows>;
-  return {LinearKernel<F>::kMaxRows, nullptr, LinearKernel<F>::run, PanelKernel<F>::run,
-          pass_products<ManyRows>(), {}};
+  return {
+      linear_products<LinearKernel<F>>(), {}, PanelKernel<F>::run, pass_products<ManyRows>(), {}};
 }
 
 // The products of codes or columns with the format F of float32, for inputs and outputs of a type; those of
@@ -367,19 +367,14 @@ Products wide_products(ProductKind kind) {
   if (kind == ProductKind::kColumns) {
     using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
     const PassProducts all = pass_products<ManyRows>();
-    return {0, nullptr, nullptr, nullptr, all, all};
+    return {{}, {}, nullptr, all, all};
   }
   using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kFloatCodes>;
-  Products products{CodesKernel<F, Stored>::kMaxRows, nullptr, CodesKernel<F, Stored>::run, nullptr,
-                    pass_products<ManyRows>(),        {}};
+  LinearProducts linear = linear_products<CodesKernel<F, Stored>>();
   if constexpr (std::is_same_v<Stored, BFloat16>) {
-    if (are_integers(kind)) {
-      products.max_rows = IntegersKernel<Integers, Stored>::kMaxRows;
-      products.pack_integers = IntegersKernel<Integers, Stored>::pack;
-      products.linear = IntegersKernel<Integers, Stored>::run;
-    }
+    if (are_integers(kind)) linear = linear_products<IntegersKernel<Integers, Stored>>();
   }
-  return products;
+  return {linear, {}, nullptr, pass_products<ManyRows>(), {}};
 }
 
 template <class F, class Integers = F>
