@@ -232,12 +232,12 @@ class LinearKernel {
         const Input* inputs =
             reinterpret_cast<const Input*>(pass.inputs) + row * end + kOwnRows * first;
         float* own_lanes = lanes + row * kTileOuts * kLanes;
-        if (!paced) {
-          run_block<kOwnRows, kOuts, kPrefetches>(chunk, tile, inputs, pass.first_row + row,
-                                                  own_lanes, next);
-        } else {
+        if (paced) {
           run_block<kOwnRows, kOuts, false>(chunk, tile, inputs, pass.first_row + row, own_lanes,
                                             next);
+        } else {
+          run_block<kOwnRows, kOuts, kPrefetches>(chunk, tile, inputs, pass.first_row + row,
+                                                  own_lanes, next);
         }
       });
     }
@@ -368,8 +368,8 @@ class LinearKernel {
         const Element* input =
             static_cast<const Element*>(params.input) + input_offset(params, first_row + row + r);
         Input* target = reinterpret_cast<Input*>(packed) + row * count * kStep + r * kInputStep;
+        Element padded[kStep] = {};
         for (int64_t in = 0; in < count * kStep; in += kStep, target += rows * kStep) {
-          Element padded[kStep] = {};
           const Element* own = input + in;
           if (in + kStep > ins) {
             std::memcpy(padded, own, std::max<int64_t>(ins - in, 0) * sizeof(Element));
