@@ -43,22 +43,19 @@ void pack(const LinearParams& params, int64_t first_row, const RowBlocks& blocks
           Step* packed) {
   thread_local std::vector<float> converted;
   const int64_t row_bytes = params.in_features * element_size(packed_type(params));
-  for (int64_t i = 0; i < blocks.count; ++i) {
-    const int64_t first = blocks.begin(i), rows = blocks.size(i);
-    for (int64_t r = 0; r < rows; ++r) {
-      const std::byte* input = packed_row(params, first_row + first + r, converted);
-      Step* target = packed + first * steps + r;
-      for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
-        std::memcpy(target[step * rows].bytes, input + step * kStepBytes, kStepBytes);
-      }
-      for (int64_t step = row_bytes / kStepBytes; step < steps; ++step) {
-        const int64_t left = std::max<int64_t>(row_bytes - step * kStepBytes, 0);
-        Step& last = target[step * rows];
-        std::memset(last.bytes, 0, kStepBytes);
-        std::memcpy(last.bytes, input + step * kStepBytes, left);
-      }
+  for_each_packed_row(blocks, [&](int64_t row, int64_t first, int64_t rows) {
+    const std::byte* input = packed_row(params, first_row + row, converted);
+    Step* target = packed + first * steps + row - first;
+    for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
+      std::memcpy(target[step * rows].bytes, input + step * kStepBytes, kStepBytes);
     }
-  }
+    for (int64_t step = row_bytes / kStepBytes; step < steps; ++step) {
+      const int64_t left = std::max<int64_t>(row_bytes - step * kStepBytes, 0);
+      Step& last = target[step * rows];
+      std::memset(last.bytes, 0, kStepBytes);
+      std::memcpy(last.bytes, input + step * kStepBytes, left);
+    }
+  });
 }
 
 // Whether inputs are packed as halves, if they can be. Then the loops need not split them, but take twice

@@ -18,6 +18,7 @@ namespace {
 struct Avx2 : Transposes {
   using Vector = __m256;
   static constexpr int kParts = 2;
+  static constexpr int kHalves = 1;
   static constexpr bool kIsSpread = true;
   static constexpr int kManyRows = 6;
 
@@ -57,7 +58,6 @@ struct Floats : Avx2 {
 
 struct Float32 : Floats, IntegerPacking {
   using Element = float;
-  static constexpr int kHalves = 1;
   static constexpr int kPanelRows = 3;
 
   SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm256_loadu_ps(p); }
@@ -185,7 +185,6 @@ struct BFloat16Split : Avx2 {
   struct Operand {
     __m256 odd, even;
   };
-  static constexpr int kHalves = 1;
   static constexpr int kPanelRows = 2;
   static constexpr int kMaxRows = 2;
   static constexpr int num_outs(int rows) { return rows == 1 ? 4 : 2; }

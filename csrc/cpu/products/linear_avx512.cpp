@@ -24,6 +24,7 @@ namespace {
 struct Avx512 : Transposes {
   using Vector = __m512;
   static constexpr int kParts = 1;
+  static constexpr int kHalves = 1;
   static constexpr int kMaxRows = 8;
   static constexpr bool kIsSpread = false;
   static constexpr int kPanelRows = 8;
@@ -55,7 +56,6 @@ struct Avx512 : Transposes {
 
 struct Float32 : Avx512, IntegerPacking {
   using Element = float;
-  static constexpr int kHalves = 1;
   using Operand = __m512;
   SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm512_loadu_ps(p); }
   SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
@@ -162,7 +162,6 @@ SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
 // vdpbf16ps is two fused multiply-adds, odd elements first, with subnormals treated as zero.
 struct BFloat16Dot : Avx512 {
   using Element = BFloat16;
-  static constexpr int kHalves = 1;
   using Operand = __m512i;
   SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) { return _mm512_loadu_si512(p); }
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
@@ -183,7 +182,6 @@ struct BFloat16Dot : Avx512 {
 
 struct BFloat16Split : Avx512 {
   using Element = BFloat16;
-  static constexpr int kHalves = 1;
   struct Operand {
     __m512 odd, even;
   };

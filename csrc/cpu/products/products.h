@@ -67,6 +67,16 @@ struct RowBlocks {
   int64_t size(int64_t i) const { return begin(i + 1) - begin(i); }
 };
 
+// Calls pack(row, first, rows) for each input row of blocks, with the first row of its block and the number
+// of rows there.
+template <typename Pack>
+void for_each_packed_row(const RowBlocks& blocks, const Pack& pack) {
+  for (int64_t i = 0; i < blocks.count; ++i) {
+    const int64_t first = blocks.begin(i), rows = blocks.size(i);
+    for (int64_t row = first; row < first + rows; ++row) pack(row, first, rows);
+  }
+}
+
 // How the inputs of a row are packed, with zeros beyond in_features.
 struct Packing {
   int64_t inputs;  // of a unit

@@ -41,12 +41,9 @@ class IntegersKernel {
                    std::byte* packed) {
     IntegerInputs* units = reinterpret_cast<IntegerInputs*>(packed);
     const int64_t count = packing().num_units(params.in_features);
-    for (int64_t i = 0; i < blocks.count; ++i) {
-      const int64_t row = blocks.begin(i), rows = blocks.size(i);
-      for (int64_t r = 0; r < rows; ++r) {
-        pack_row(params, first_row + row + r, units + row * count + r, rows);
-      }
-    }
+    for_each_packed_row(blocks, [&](int64_t row, int64_t first, int64_t rows) {
+      pack_row(params, first_row + row, units + first * count + row - first, rows);
+    });
   }
 
   static void run(const LinearPass& pass, int64_t first_out, int64_t end_out) {

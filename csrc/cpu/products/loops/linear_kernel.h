@@ -359,29 +359,32 @@ class LinearKernel {
   }
 
   // Packs each step of inputs as two of float32, first the odd ones, then the even ones.
-  SPECDEC_LINEAR_TARGET static void pack_halves(const LinearParams& params, int64_t first_row,
-                                                const RowBlocks& blocks, std::byte* packed) {
-    const int64_t ins = params.in_features, count = packing().num_units(ins);
-    for (int64_t i = 0; i < blocks.count; ++i) {
-      const int64_t row = blocks.begin(i), rows = blocks.size(i);
-      for (int64_t r = 0; r < rows; ++r) {
-        const Element* input =
-            static_cast<const Element*>(params.input) + input_offset(params, first_row + row + r);
-        Input* target = reinterpret_cast<Input*>(packed) + row * count * kStep + r * kInputStep;
-        Element padded[kStep] = {};
-        for (int64_t in = 0; in < count * kStep; in += kStep, target += rows * kStep) {
-          const Element* own = input + in;
-          if (in + kStep > ins) {
-            std::memcpy(padded, own, std::max<int64_t>(ins - in, 0) * sizeof(Element));
-            own = padded;
-          }
-          SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
-            Input* of_part = target + part * kPartLanes;
-            const Loaded loaded = F::load(own + part * kPart);
-            F::store_lanes(operand<0>(loaded), of_part);
-            F::store_lanes(operand<1>(loaded), of_part + rows * kInputStep);
-          }
-        }
+  static void pack_halves(const LinearParams& params, int64_t first_row, const RowBlocks& blocks,
+                          std::byte* packed) {
+    const int64_t steps = packing().num_units(params.in_features);
+    for_each_packed_row(blocks, [&](int64_t row, int64_t first, int64_t rows) {
+      Input* target = reinterpret_cast<Input*>(packed) + first * steps * kStep;
+      pack_row(params, first_row + row, steps, rows, target + (row - first) * kInputStep);
+    });
+  }
+
+  // Packs a row of a block of `rows`.
+  SPECDEC_LINEAR_TARGET static void pack_row(const LinearParams& params, int64_t row, int64_t steps,
+                                             int64_t rows, Input* target) {
+    const int64_t ins = params.in_features;
+    const Element* input = static_cast<const Element*>(params.input) + input_offset(params, row);
+    Element padded[kStep] = {};
+    for (int64_t in = 0; in < steps * kStep; in += kStep, target += rows * kStep) {
+      const Element* own = input + in;
+      if (in + kStep > ins) {
+        std::memcpy(padded, own, std::max<int64_t>(ins - in, 0) * sizeof(Element));
+        own = padded;
+      }
+      SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
+        Input* of_part = target + part * kPartLanes;
+        const Loaded loaded = F::load(own + part * kPart);
+        F::store_lanes(operand<0>(loaded), of_part);
+        F::store_lanes(operand<1>(loaded), of_part + rows * kInputStep);
       }
     }
   }
