@@ -219,7 +219,11 @@ class IntegersKernel {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* codes = rows[i] + byte + part * kPartBytes;
           if constexpr (kPrefetchesCodes<F, kOuts>) {
-            if (part * kPartBytes % kStepBytes == 0) __builtin_prefetch(codes + next, 0, 2);
+            SPECDEC_UNROLL for (int64_t at = 0; at < kPartBytes; at += kStepBytes) {
+              if ((part * kPartBytes + at) % kStepBytes == 0) {
+                __builtin_prefetch(codes + at + next, 0, 2);
+              }
+            }
           }
           add_part<kKind, kHasOffsets, kRows>(
               codes, table, i * table.stride + block + part * kPartIns / kCodeBlock,
