@@ -30,7 +30,7 @@ def linear(
     The product with a quantised weight is that of ``input.float()`` with ``weight.dequantise()``, bit for
     bit. But few rows of bfloat16 inputs are multiplied as integers of 16 bits, of which 64 share an exponent,
     unless codes stand for levels. That changes an input by at most 2^-15 of the largest of its 64, and not at
-    all if it is at least 2^-7 of it. And matrix units multiply many rows of bfloat16 inputs with
+    all if it is at least 2^-7 of it. And many rows of bfloat16 inputs are multiplied with
     ``weight.dequantise().bfloat16()``.
 
     Args:

@@ -47,8 +47,9 @@ def linear(
             if matrix_units and (weight.scales.shape[1] == 1 or weight.group_size % SHARED == 0):
                 return _round_on_units(_integer_sums(input, weight), bias)
             return _finish(_integer_lanes(input, weight), bias).to(input.dtype)
-        if input.dtype == torch.bfloat16 and many_rows and matrix_units:
-            return _round_on_units(_tiles(input, weight.dequantise(wide).bfloat16()), bias)
+        if input.dtype == torch.bfloat16 and many_rows:
+            rounded = weight.dequantise(wide).bfloat16()
+            return linear(input, rounded, bias, many_rows=True, matrix_units=matrix_units)
         product = linear(input.to(wide), weight.dequantise(wide), bias, many_rows=many_rows)
         return product.to(input.dtype)
     if weight.stride(1) != 1 and weight.stride(0) == 1 and weight.shape[1] > 1:

@@ -19,7 +19,7 @@ struct Avx2 : Transposes {
   using Vector = __m256;
   static constexpr int kParts = 2;
   static constexpr int kHalves = 1;
-  static constexpr bool kIsSpread = true;
+  static constexpr int kSpreadRows = kPassRows;
   static constexpr int kManyRows = 6;
 
   SPECDEC_LINEAR_INLINE static Vector zero() { return _mm256_setzero_ps(); }
@@ -78,6 +78,7 @@ struct Float32 : Floats, IntegerPacking {
   }
 
   static constexpr int kMaxCodeRows = 4;  // with more, compilers keep sums in memory
+  static constexpr int kSpreadCodeRows = kPassRows;
   static constexpr int num_code_outs(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
   SPECDEC_LINEAR_INLINE static __m128i load_bytes(const void* codes) {
     return _mm_loadl_epi64(static_cast<const __m128i*>(codes));

@@ -26,7 +26,7 @@ struct Avx512 : Transposes {
   static constexpr int kParts = 1;
   static constexpr int kHalves = 1;
   static constexpr int kMaxRows = 8;
-  static constexpr bool kIsSpread = false;
+  static constexpr int kSpreadRows = 4;
   static constexpr int kPanelRows = 8;
   static constexpr int kManyRows = 12;
   static constexpr int num_outs(int rows) {
@@ -78,6 +78,7 @@ struct Float32 : Avx512, IntegerPacking {
   }
 
   static constexpr int kMaxCodeRows = 12;
+  static constexpr int kSpreadCodeRows = 1;
   static constexpr int num_code_outs(int rows) { return rows > 8 ? 2 : num_outs(rows); }
   SPECDEC_LINEAR_INLINE static __m128i load_bytes(const void* codes) {
     return _mm_loadu_si128(static_cast<const __m128i*>(codes));
@@ -360,8 +361,9 @@ struct AmxLinearTiles : AmxTiles, Transposes {
 
 Products vector_products(FloatType type, ProductKind kind) {
   if (kind != ProductKind::kRows) {
-    return cpu_has_avx512_vnni() ? wide_products<Float32, Float32Dot>(type, kind)
-                                 : wide_products<Float32>(type, kind);
+    if (!cpu_has_avx512_vnni()) return wide_products<Float32>(type, kind);
+    return cpu_has_avx512_bf16() ? wide_products<Float32, Float32Dot, BFloat16Dot>(type, kind)
+                                 : wide_products<Float32, Float32Dot>(type, kind);
   }
   if (type == FloatType::kFloat32) return products_with<Float32, Float32>();
   return cpu_has_avx512_bf16() ? products_with<BFloat16Dot, BFloat16Dot>()

@@ -30,7 +30,7 @@ struct Portable {
   using Vector = Lanes;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 2;
-  static constexpr bool kIsSpread = true;
+  static constexpr int kSpreadRows = kPassRows;
   static constexpr int kPanelRows = 2;
   static constexpr int kManyRows = 2;
   static constexpr int num_outs(int) { return 2; }
@@ -117,6 +117,7 @@ struct Portable {
   }
 
   static constexpr int kMaxCodeRows = 2;
+  static constexpr int kSpreadCodeRows = kPassRows;
   static constexpr int num_code_outs(int) { return 1; }
   template <int kHalf>
   SPECDEC_LINEAR_INLINE static void decode_bytes(const uint8_t* codes, float scale, float offset,

@@ -24,8 +24,8 @@
 //
 // Instead of weights, a matrix may have codes of 8 or 4 bits. The weight of a code is the float32
 // code * scale + offset, rounded once; the inputs become float32, and the order is that of float32.
-// For many rows of bfloat16 on matrix units, the weight is rounded to bfloat16 instead, and the order
-// is that of matrix units.
+// For many rows of bfloat16, the weight is rounded to bfloat16 instead, and the order is that of
+// bfloat16.
 //
 // But for few rows of bfloat16 inputs, codes are multiplied as integers, unless they stand for
 // levels. 64 inputs share an exponent: e is the least number from -111 on for which all of their

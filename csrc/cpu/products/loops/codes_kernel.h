@@ -2,6 +2,7 @@
 // format of linear_kernel.h with float32 elements also has
 //
 //   kMaxCodeRows      largest number of input rows in a register block with codes
+//   kSpreadCodeRows   that for which its weight rows are far apart in memory
 //   num_code_outs(r)  weight rows in a register block of r input rows
 //
 // and for a block of kCodeBlock inputs, in the layout of linear.h, the weights of its first or second
@@ -22,9 +23,10 @@
 
 namespace specdec::cpu {
 
-// Whether a register block prefetches the codes of the next one: it is not spread, or a single row.
-template <class F, int kOuts>
-constexpr bool kPrefetchesCodes = !F::kIsSpread || kOuts == 1;
+// Whether a register block for kRows input rows prefetches the codes of the next one: it is not spread, or a
+// single weight row.
+template <class F, int kRows, int kOuts>
+constexpr bool kPrefetchesCodes = kRows > F::kSpreadCodeRows || kOuts == 1;
 
 enum class CodeKind { kBytes, kNibbles, kLevels };
 
@@ -177,7 +179,7 @@ class CodesKernel {
   // Multiplies blocks of kRows input rows, or one less, with weight rows [first_out, end_out).
   template <CodeKind kKind, int kRows>
   static void run_rows(const LinearPass& pass, int64_t first_out, int64_t end_out) {
-    for_each_tile<F, F::num_code_outs(kRows)>(
+    for_each_tile<kRows <= F::kSpreadCodeRows, F::num_code_outs(kRows)>(
         first_out, end_out,
         [&]<int kOuts>(const OutTile& tile) { run_tile<kKind, kRows, kOuts>(pass, tile); });
   }
@@ -220,7 +222,7 @@ class CodesKernel {
       for (const int64_t end = std::min(in + codes.group_size, ins); in < end; in += kCodeBlock) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* block = rows[i] + in * Own::kBits / 8;
-          if constexpr (kPrefetchesCodes<F, kOuts>) {
+          if constexpr (kPrefetchesCodes<F, kRows, kOuts>) {
             if (in % Own::kLineIns == 0) __builtin_prefetch(block + next, 0, 2);
           }
           uint8_t padded[kCodeBlock];

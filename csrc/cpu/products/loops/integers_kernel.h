@@ -118,7 +118,7 @@ class IntegersKernel {
   // Multiplies blocks of kRows input rows, or one less, with weight rows [first_out, end_out).
   template <CodeKind kKind, bool kHasOffsets, int kRows>
   static void run_rows(const LinearPass& pass, int64_t first_out, int64_t end_out) {
-    for_each_tile<F, F::num_integer_outs(kRows)>(
+    for_each_tile<kRows <= F::kSpreadCodeRows, F::num_integer_outs(kRows)>(
         first_out, end_out, [&]<int kOuts>(const OutTile& tile) {
           run_tile<kKind, kHasOffsets, kRows, kOuts>(pass, tile);
         });
@@ -218,7 +218,7 @@ class IntegersKernel {
       SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* codes = rows[i] + byte + part * kPartBytes;
-          if constexpr (kPrefetchesCodes<F, kOuts>) {
+          if constexpr (kPrefetchesCodes<F, kRows, kOuts>) {
             SPECDEC_UNROLL for (int64_t at = 0; at < kPartBytes; at += kStepBytes) {
               if ((part * kPartBytes + at) % kStepBytes == 0) {
                 __builtin_prefetch(codes + at + next, 0, 2);

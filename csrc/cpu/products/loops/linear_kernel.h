@@ -8,7 +8,7 @@
 //   kHalves      1, or 2 if what `load` returns has two Operands, which are Vectors: half<0>(loaded) has the
 //                odd elements of the lanes, half<1>(loaded) the even ones. Then inputs are packed as halves
 //   kMaxRows     largest number of input rows in a register block
-//   kIsSpread    whether its weight rows are far apart in memory
+//   kSpreadRows  largest number of input rows for which its weight rows are far apart in memory
 //   num_outs(r)  weight rows in a register block of r input rows
 //   load(p), load_first(p, count)             the part at p; its first elements, then zeros
 //   keep(operand)                             keeps it in a register, see step()
@@ -25,10 +25,13 @@
 // streams in different pages faster than one: on AMD EPYC (Milan), two threads read 55 GB/s in four
 // streams each, and 39 in one. So the weight rows of a spread block are as far apart as the thread's
 // part of the matrix allows, and the next block has the row after each. Blocks of neighbouring rows
-// prefetch the next block, because the hardware prefetcher restarts with each of their rows.
+// prefetch the next block, because the hardware prefetcher restarts with each of their rows. With AVX-512,
+// this is faster for many rows, whose arithmetic leaves the prefetched lines the time to arrive: one thread of an
+// AMD EPYC (Zen 4) reads 19 GB/s of bfloat16 for four rows if the blocks are spread and 15 if they prefetch,
+// but 11 and 15 for eight.
 //
-// With more input rows, the first block of them would wait for the tile's weights, and the memory would
-// wait for the others. So all of them prefetch the next tile, an equal share in each step.
+// With more input rows in spread blocks, the first block of them would wait for the tile's weights, and the
+// memory would wait for the others. So all of them prefetch the next tile, an equal share in each step.
 #pragma once
 
 #include <array>
@@ -72,11 +75,11 @@ struct OutTile {
 
 // Calls run.template operator()<n>(tile) for tiles of register blocks of n weight rows, kOuts or the last
 // ones, which cover [first, end).
-template <class F, int kOuts, typename Run>
+template <bool kIsSpread, int kOuts, typename Run>
 void for_each_tile(int64_t first, int64_t end, const Run& run) {
   constexpr int64_t most = kTileOuts / kOuts;
   const int64_t count = (end - first) / kOuts;
-  const int64_t step = F::kIsSpread ? 1 : kOuts, spacing = F::kIsSpread ? count : 1;
+  const int64_t step = kIsSpread ? 1 : kOuts, spacing = kIsSpread ? count : 1;
   for (int64_t i = 0; i < count; i += most) {
     run.template operator()<kOuts>(
         OutTile{{first + i * step, spacing}, step, std::min(most, count - i)});
@@ -135,6 +138,9 @@ SPECDEC_LINEAR_INLINE void finish_block(const LinearParams& params, int64_t row,
     }
   }
 }
+
+// What a register block prefetches while it is multiplied.
+enum class Prefetch { kNothing, kNextBlock, kNextTile };
 
 template <class F>
 class LinearKernel {
@@ -209,22 +215,25 @@ class LinearKernel {
   // Multiplies blocks of kRows input rows, or one less, with weight rows [first_out, end_out).
   template <int kRows>
   static void run_rows(const LinearPass& pass, int64_t first_out, int64_t end_out) {
-    for_each_tile<F, F::num_outs(kRows)>(first_out, end_out, [&]<int kOuts>(const OutTile& tile) {
-      run_tile<kRows, kOuts>(pass, tile);
-    });
+    for_each_tile<kRows <= F::kSpreadRows, F::num_outs(kRows)>(
+        first_out, end_out,
+        [&]<int kOuts>(const OutTile& tile) { run_tile<kRows, kOuts>(pass, tile); });
   }
 
   template <int kRows, int kOuts>
   SPECDEC_LINEAR_TARGET static void run_tile(const LinearPass& pass, const OutTile& tile) {
     alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
     const LinearParams& params = pass.params;
-    // Smaller blocks of input rows have no registers left for it.
-    constexpr bool kPrefetches = F::kIsSpread && kOuts == F::num_outs(F::kMaxRows);
+    constexpr bool kIsSpread = kRows <= F::kSpreadRows;
+    // Smaller blocks of input rows have no registers left for a part of the next tile.
+    constexpr Prefetch kPrefetch = !kIsSpread                          ? Prefetch::kNextBlock
+                                   : kOuts == F::num_outs(F::kMaxRows) ? Prefetch::kNextTile
+                                                                       : Prefetch::kNothing;
     NextTile next(pass, tile);
     const int64_t steps = pass.steps / kHalves, end = steps * kStep;
     const int64_t chunk_size = even_part(steps, kInputBytes / kRows / kHalves / kStepBytes) * kStep;
     // Several streams that never turn back are read at an even pace by themselves.
-    const bool paced = pass.blocks.count == 1 && chunk_size >= end && kOuts > 1;
+    const bool paced = kIsSpread && pass.blocks.count == 1 && chunk_size >= end && kOuts > 1;
     for (int64_t first = 0; first < end; first += chunk_size) {
       const int64_t count = std::min(chunk_size, params.in_features - first);
       const Chunk chunk{params, first, count, first == 0, first + chunk_size >= end};
@@ -233,11 +242,11 @@ class LinearKernel {
             reinterpret_cast<const Input*>(pass.inputs) + row * end + kOwnRows * first;
         float* own_lanes = lanes + row * kTileOuts * kLanes;
         if (paced) {
-          run_block<kOwnRows, kOuts, false>(chunk, tile, inputs, pass.first_row + row, own_lanes,
-                                            next);
+          run_block<kOwnRows, kOuts, Prefetch::kNothing>(chunk, tile, inputs, pass.first_row + row,
+                                                         own_lanes, next);
         } else {
-          run_block<kOwnRows, kOuts, kPrefetches>(chunk, tile, inputs, pass.first_row + row,
-                                                  own_lanes, next);
+          run_block<kOwnRows, kOuts, kPrefetch>(chunk, tile, inputs, pass.first_row + row,
+                                                own_lanes, next);
         }
       });
     }
@@ -246,7 +255,7 @@ class LinearKernel {
   // Multiplies a block of kRows input rows with a tile. A function of its own, because compilers keep sums
   // in memory where several such loops are in one function. `lanes` is [blocks of the tile][kRows, kOuts,
   // kLanes].
-  template <int kRows, int kOuts, bool kPrefetches>
+  template <int kRows, int kOuts, Prefetch kPrefetch>
   __attribute__((noinline)) SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk,
                                                                         const OutTile& tile,
                                                                         const Input* inputs,
@@ -254,7 +263,7 @@ class LinearKernel {
                                                                         NextTile& next) {
     NextTile own = next;  // in registers
     for (int64_t i = 0; i < tile.count; ++i, lanes += kRows * kOuts * kLanes) {
-      multiply<kRows, kOuts, kPrefetches>(chunk, tile.block(i), inputs, row, lanes, own);
+      multiply<kRows, kOuts, kPrefetch>(chunk, tile.block(i), inputs, row, lanes, own);
     }
     next = own;
   }
@@ -263,7 +272,7 @@ class LinearKernel {
   using Sums = BlockSums<F, kRows, kOuts>;
 
   // A register block: kRows input rows x kOuts weight rows. `lanes` is [kRows, kOuts, kLanes].
-  template <int kRows, int kOuts, bool kPrefetches>
+  template <int kRows, int kOuts, Prefetch kPrefetch>
   SPECDEC_LINEAR_INLINE static void multiply(const Chunk& chunk, const OutBlock& outs,
                                              const Input* inputs, int64_t row, float* lanes,
                                              NextTile& next_tile) {
@@ -277,9 +286,9 @@ class LinearKernel {
     const int64_t count = chunk.count, next = kOuts * chunk.params.weight_stride;
     int64_t k = 0;
     for (; k + kStep <= count; k += kStep) {
-      if constexpr (kPrefetches) {
+      if constexpr (kPrefetch == Prefetch::kNextTile) {
         next_tile.template prefetch_share<kOuts>();
-      } else if constexpr (!F::kIsSpread && kOuts > 1) {
+      } else if constexpr (kPrefetch == Prefetch::kNextBlock && kOuts > 1) {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           __builtin_prefetch(weights[i] + k + next, 0, 2);
         }

@@ -11,7 +11,7 @@
 //
 // Inputs and weights are rows of words of four bytes: a float32 or two bfloat16. What is multiplied
 // are words, or the two bfloat16 of a word as float32 if the format does not multiply pairs. Codes
-// (codes_kernel.h), columns, and their inputs become float32 first.
+// (codes_kernel.h) become weights of the inputs' type first, columns and their inputs float32.
 //
 // Loops, outermost first: groups of kGroupOuts weight rows, blocks of in_features (linear.h), panels
 // of kOuts weight rows, blocks of input rows. A panel's block of in_features is transposed into L1
@@ -28,8 +28,9 @@
 
 namespace specdec::cpu {
 
-// `Source` is the type of weights and packed inputs, `Stored` that of inputs, biases and outputs.
-template <class F, class Source, class Stored, ProductKind kKind>
+// `Source` is the type of weights and packed inputs, `Stored` that of inputs, biases and outputs. `Decoder` is
+// the format that expands codes.
+template <class F, class Source, class Stored, ProductKind kKind, class Decoder = F>
 class ManyRowsKernel {
  public:
   // Whole register blocks, of about kTransposed rows.
@@ -273,8 +274,8 @@ class ManyRowsKernel {
       if constexpr (kHasCodes) {
         const int64_t outs = std::clamp<int64_t>(end - out - i, 0, kTransposed);
         std::fill_n(copied[outs], (kTransposed - outs) * kWords, 0.0f);
-        expand_codes<F>({params, out + i, outs, first, words, kOuts * params.weight_stride},
-                        copied[0], kWords);
+        const int64_t in = first * kPerWord, ins = std::min(kManyBlock, params.in_features - in);
+        expand({params, out + i, outs, in, ins, kOuts * params.weight_stride}, copied[0]);
       }
       for (int64_t j = 0; j < kTransposed; ++j) {
         const int64_t row_out = out + i + j;
@@ -290,6 +291,21 @@ class ManyRowsKernel {
       }
       for (int64_t word = 0; word < words; word += kTransposed) {
         transpose(rows, word, panel + word * kWordUnits * kOuts + i, kOuts);
+      }
+    }
+  }
+
+  // Writes the weights of each output to kWords words.
+  SPECDEC_LINEAR_TARGET static void expand(const CodeBlock& block, float* words) {
+    if constexpr (std::is_same_v<Source, float>) {
+      expand_codes<Decoder>(block, words, kWords);
+    } else {
+      float weights[kTransposed * kManyBlock];
+      expand_codes<Decoder>(block, weights, kManyBlock);
+      const int64_t whole = (block.num_ins + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
+      for (int64_t i = 0; i < block.num_outs; ++i) {
+        Source* rounded = reinterpret_cast<Source*>(words + i * kWords);
+        for (int64_t j = 0; j < whole; ++j) from_float(weights[i * kManyBlock + j], rounded + j);
       }
     }
   }
@@ -361,15 +377,15 @@ Products products_with() {
 }
 
 // The products of codes or columns with the format F of float32, for inputs and outputs of a type; those of
-// integers with the format Integers.
-template <class F, class Integers, class Stored>
+// integers with the format Integers, and those of many rows with codes with the format Many.
+template <class F, class Integers, class Many, class Stored>
 Products wide_products(ProductKind kind) {
   if (kind == ProductKind::kColumns) {
     using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kColumns>;
     const PassProducts all = pass_products<ManyRows>();
     return {{}, {}, nullptr, all, all};
   }
-  using ManyRows = ManyRowsKernel<F, float, Stored, ProductKind::kFloatCodes>;
+  using ManyRows = ManyRowsKernel<Many, Stored, Stored, ProductKind::kFloatCodes, F>;
   LinearProducts linear = linear_products<CodesKernel<F, Stored>>();
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (are_integers(kind)) linear = linear_products<IntegersKernel<Integers, Stored>>();
@@ -377,10 +393,11 @@ Products wide_products(ProductKind kind) {
   return {linear, {}, nullptr, pass_products<ManyRows>(), {}};
 }
 
-template <class F, class Integers = F>
+// `Many` is a format of bfloat16, or that of float32.
+template <class F, class Integers = F, class Many = F>
 Products wide_products(FloatType type, ProductKind kind) {
-  return type == FloatType::kFloat32 ? wide_products<F, Integers, float>(kind)
-                                     : wide_products<F, Integers, BFloat16>(kind);
+  return type == FloatType::kFloat32 ? wide_products<F, Integers, F, float>(kind)
+                                     : wide_products<F, Integers, Many, BFloat16>(kind);
 }
 
 }  // namespace specdec::cpu
