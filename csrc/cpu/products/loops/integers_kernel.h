@@ -263,6 +263,8 @@ class IntegersKernel {
       F::split_nibbles(codes, split);
     }
     const Vector scale = F::spread(table.scales + number);
+    // Otherwise compilers keep many inputs in registers for the next weight row, and the sums in memory.
+    if constexpr (kRows > 3) asm("" : "+r"(inputs));
     SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
       const IntegerInputs& input = inputs[r];
       const Integers of_inputs = F::load_integers(input.sums + part * kPartLanes);
