@@ -46,6 +46,30 @@ def test_two_tokens_with_the_same_logits_are_a_near_tie(text):
     assert (verdict.verdict, verdict.position) == ("near-tie", 8)
 
 
+@pytest.mark.parametrize(("rise", "verdict"), [(0, "bug"), (8, "near-tie")])
+def test_what_the_last_bits_of_the_embeddings_change_is_rounding(rise, verdict):
+    """All passes give the same logits here. They depend on an element of the last embedding, which is 1."""
+    model = tiny_model.__wrapped__("llama").bfloat16()
+    ids, _ = prompts((6,))
+    first = torch.cat([ids[0], torch.tensor([3])])
+    second = torch.cat([ids[0], torch.tensor([5])])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 1.0
+    elements = []
+
+    def everywhere(module, args, output):
+        output.logits = torch.zeros_like(output.logits)
+        output.logits[..., 3] = 8.0
+        output.logits[..., 5] = 8.0 + 2 * 2**-4 + rise * (elements[-1] - 1)
+
+    model.register_forward_hook(everywhere)
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: elements.append(args[0][0, -1, 0])
+    )
+    found = compare_runs(model, first, second, 6)
+    assert (found.verdict, found.gap) == (verdict, 2 * 2**-4)
+
+
 @pytest.mark.parametrize(("steps", "verdict"), [(1, "near-tie"), (2, "bug")])
 def test_two_logits_that_are_neighbours_in_their_dtype_are_a_near_tie(steps, verdict):
     """All passes give the same logits here, so only the rounding of each logit to bfloat16 is left."""

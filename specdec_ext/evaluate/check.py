@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.delegation import class_generate
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import tracked
+from specdec_ext.evaluate.compare import changed_last_bits
 from specdec_ext.evaluate.scripted import Script, Shape, branches, mixed, mixed_branches, right
 from specdec_ext.generation import generate
 from specdec_ext.models import Support, supports
@@ -255,22 +256,12 @@ def _new(output: Any) -> tuple[list[list[int]], Tensor]:
 
 
 def _noise(model: PreTrainedModel, baseline: _Baseline) -> float:
-    generator = torch.Generator().manual_seed(0)
-
-    def flip_last_bits(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        bits = torch.randint(2, output.shape, generator=generator, device="cpu")
-        signs = bits.to(output.device) * 2 - 1
-        return (output.float() * (1 + torch.finfo(output.dtype).eps * signs)).to(output.dtype)
-
     copies = {
         name: value.repeat_interleave(COPIES, 0) if isinstance(value, Tensor) else value
         for name, value in baseline.inputs.items()
     }
-    hook = model.get_input_embeddings().register_forward_hook(flip_last_bits)
-    try:
+    with changed_last_bits(model):
         output: Any = class_generate(model)(**copies, **_GREEDY)
-    finally:
-        hook.remove()
     differences = _differences(baseline, *_new(output), copies=COPIES)
     return max(difference for difference, _, _ in differences)
 

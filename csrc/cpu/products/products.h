@@ -19,8 +19,8 @@ constexpr int64_t kPassRows = 32;
 constexpr int64_t kInputBytes = 24576;  // a block's chunk of inputs, which stay in L1
 
 // How a matrix is stored and multiplied. Inputs of rows are packed in the type of the product. Codes
-// and columns are float32 weights to the loops, with inputs in float32, but for codes that few rows of
-// bfloat16 multiply as integers (linear.h).
+// and columns are float32 weights to the loops, with inputs in float32. But codes are integers to few
+// rows of bfloat16, and bfloat16 weights to many (linear.h).
 enum class ProductKind {
   kRows,  // a row has the weights of an output
   kFloatCodes,
