@@ -46,13 +46,17 @@ def test_two_tokens_with_the_same_logits_are_a_near_tie(text):
     assert (verdict.verdict, verdict.position) == ("near-tie", 8)
 
 
+def bfloat16_model_and_two_texts():
+    """A fresh model, and two texts that differ in one new token, 3 and 5."""
+    model = tiny_model.__wrapped__("llama").bfloat16()
+    ids, _ = prompts((6,))
+    return model, *(torch.cat([ids[0], torch.tensor([token])]) for token in (3, 5))
+
+
 @pytest.mark.parametrize(("rise", "verdict"), [(0, "bug"), (8, "near-tie")])
 def test_what_the_last_bits_of_the_embeddings_change_is_rounding(rise, verdict):
     """All passes give the same logits here. They depend on an element of the last embedding, which is 1."""
-    model = tiny_model.__wrapped__("llama").bfloat16()
-    ids, _ = prompts((6,))
-    first = torch.cat([ids[0], torch.tensor([3])])
-    second = torch.cat([ids[0], torch.tensor([5])])
+    model, first, second = bfloat16_model_and_two_texts()
     with torch.no_grad():
         model.get_input_embeddings().weight[:, 0] = 1.0
     elements = []
@@ -73,10 +77,7 @@ def test_what_the_last_bits_of_the_embeddings_change_is_rounding(rise, verdict):
 @pytest.mark.parametrize(("steps", "verdict"), [(1, "near-tie"), (2, "bug")])
 def test_two_logits_that_are_neighbours_in_their_dtype_are_a_near_tie(steps, verdict):
     """All passes give the same logits here, so only the rounding of each logit to bfloat16 is left."""
-    model = tiny_model.__wrapped__("llama").bfloat16()
-    ids, _ = prompts((6,))
-    first = torch.cat([ids[0], torch.tensor([3])])
-    second = torch.cat([ids[0], torch.tensor([5])])
+    model, first, second = bfloat16_model_and_two_texts()
     logits = torch.zeros(97, dtype=torch.bfloat16)
     logits[3], logits[5] = 8.0, 8.0 + steps * 2**-4
 

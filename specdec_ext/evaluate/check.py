@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from specdec_ext.delegation import class_generate
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import tracked
-from specdec_ext.evaluate.compare import changed_last_bits
+from specdec_ext.evaluate.compare import CHANGES, changed_last_bits
 from specdec_ext.evaluate.scripted import Script, Shape, branches, mixed, mixed_branches, right
 from specdec_ext.generation import generate
 from specdec_ext.models import Support, supports
@@ -51,8 +51,6 @@ _MEANINGS: dict[Verdict, str] = {
     ),
     "idle": "no draft was accepted, so nothing was tested; pass other input_ids.",
 }
-# The noise is measured on this many copies of the prompt in one pass, each with other changes.
-COPIES = 4
 # The bound is SLACK times the noise. Another formula for the same result, such as a chunked scan for a
 # recurrence, differs by up to 6 times the noise; a wrong result differs, in float32, by thousands of times.
 SLACK = 8
@@ -257,12 +255,12 @@ def _new(output: Any) -> tuple[list[list[int]], Tensor]:
 
 def _noise(model: PreTrainedModel, baseline: _Baseline) -> float:
     copies = {
-        name: value.repeat_interleave(COPIES, 0) if isinstance(value, Tensor) else value
+        name: value.repeat_interleave(CHANGES, 0) if isinstance(value, Tensor) else value
         for name, value in baseline.inputs.items()
     }
     with changed_last_bits(model):
         output: Any = class_generate(model)(**copies, **_GREEDY)
-    differences = _differences(baseline, *_new(output), copies=COPIES)
+    differences = _differences(baseline, *_new(output), copies=CHANGES)
     return max(difference for difference, _, _ in differences)
 
 

@@ -25,8 +25,8 @@ from transformers import DynamicCache, PreTrainedModel
 from specdec_ext.display import Summarised, Table
 from specdec_ext.models.compat import cache_argument
 
-# Number of passes with changed embeddings.
-_CHANGES = 4
+# Rounding is measured with this many random changes of the embeddings.
+CHANGES = 4
 # What a verdict means, for ``explain()``.
 _MEANINGS = {
     "equal": "The texts are equal, token for token.",
@@ -127,7 +127,7 @@ def compare_runs(
         if position - length >= 1:
             others.append(_logits_after(model, prefix, [position - length, length]))
     with changed_last_bits(model):
-        others += [_logits_after(model, prefix, [position]) for _ in range(_CHANGES)]
+        others += [_logits_after(model, prefix, [position]) for _ in range(CHANGES)]
     wide, tokens = single.float(), [int(first[position]), int(second[position])]
     apart = max(float((wide - other.float()).abs().max()) for other in others)
     gap = abs(float(wide[tokens].diff()))

@@ -2,7 +2,7 @@
 // format of linear_kernel.h with float32 elements also has
 //
 //   kMaxCodeRows      largest number of input rows in a register block with codes
-//   kSpreadCodeRows   that for which its weight rows are far apart in memory
+//   kSpreadCodeRows   largest number of input rows for which the codes of a block are far apart in memory
 //   num_code_outs(r)  weight rows in a register block of r input rows
 //
 // and for a block of kCodeBlock inputs, in the layout of linear.h, the weights of its first or second

@@ -219,10 +219,10 @@ class IntegersKernel {
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
           const uint8_t* codes = rows[i] + byte + part * kPartBytes;
           if constexpr (kPrefetchesCodes<F, kRows, kOuts>) {
-            SPECDEC_UNROLL for (int64_t at = 0; at < kPartBytes; at += kStepBytes) {
-              if ((part * kPartBytes + at) % kStepBytes == 0) {
-                __builtin_prefetch(codes + at + next, 0, 2);
-              }
+            // The lines that begin in this part, which is a half, one or two of them.
+            SPECDEC_UNROLL for (int64_t at = part * kPartBytes % kStepBytes; at < kPartBytes;
+                                at += kStepBytes) {
+              __builtin_prefetch(codes + at + next, 0, 2);
             }
           }
           add_part<kKind, kHasOffsets, kRows>(
