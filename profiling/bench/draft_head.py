@@ -100,14 +100,13 @@ class Draft:
 
 
 ON_CPU = [
-    Draft("large"),
-    Draft("large", draft="tree 41"),
     *(
-        Draft("small", dtype, draft=draft)
-        for dtype in ("float32", "bfloat16")
-        for draft in ("chain 5", "tree 41")
+        Draft(head, dtype, weights, draft)
+        for head, dtype, weights, draft in product(
+            ("small", "large"), ("float32", "bfloat16"), ("int8", "same"), ("chain 5", "tree 41")
+        )
     ),
-    Draft("small", "float32", batch=8),
+    *(Draft("small", "float32", weights, batch=8) for weights in ("int8", "same")),
 ]
 ON_CUDA = [
     Draft(head, weights=weights, draft=draft, batch=batch)

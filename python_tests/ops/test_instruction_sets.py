@@ -92,7 +92,7 @@ def test_instruction_sets_do_not_change_the_result(op, isa, folder):
             torch.testing.assert_close(theirs, ours, rtol=2.0**-6, atol=largest * 2.0**-8)
         elif isa == "baseline" and op.startswith("linear"):
             torch.testing.assert_close(theirs, ours)
-        elif isa == "baseline" and op == "draft_head" and number < 2:
+        elif isa == "baseline" and op == "draft_head" and number % 4 < 2:
             assert_same_draft(theirs, ours)
         elif isa == "baseline" and op == "draft_head":  # bfloat16 may round in other places
             torch.testing.assert_close(theirs[2][:, 1], ours[2][:, 1], rtol=0.05, atol=0.05)

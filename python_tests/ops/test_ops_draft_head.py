@@ -534,7 +534,8 @@ def test_chains_are_those_of_speculators(case, device):
 def isa_results() -> list[tuple[Tensor, ...]]:
     heads = [head_of(name, dtype=d) for d in DTYPES for name in ("qk-norm-window", "p-eagle")]
     return [
-        tuple(OpRun.start(head, rows=2).draft(SHAPES["dynamic"], *elements(head, 2, 40)))
+        OpRun.start(head, 2, weights=weights).draft(SHAPES["dynamic"], *elements(head, 2, 40))
+        for weights in ("same", "int8")
         for head in heads
     ]
 

@@ -29,7 +29,7 @@ from helpers.ops.head_op_cases import (
     assert_same_draft,
     check_against_reference,
     committed,
-    path_scores,
+    errors_with_8_bit_weights,
     poisoned,
     some_emulated,
 )
@@ -41,7 +41,6 @@ from specdec_ext.heads.config import DraftHead
 from specdec_ext.ops import _library
 from specdec_ext.ops.draft_head import tree_arguments
 from specdec_ext.ops.packed_head import sync_bytes
-from specdec_ext.ops.quantise import quantise, weight_dtype
 from specdec_ext.tree.config import TreeConfig
 
 pytestmark = pytest.mark.parametrize(
@@ -130,31 +129,6 @@ def test_repeats_have_the_same_bits(dtype, device, emulated):
         assert_equal_drafts(drafted, drafts[0])
 
 
-# Matrices that have 8 bits in the formats int8 and float8.
-MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight")
-
-
-def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
-    """The head with matrices that 8 bits hold exactly: numbers of the format times a power of two for each
-    output, with the largest number of the format in each row."""
-    dtype = weight_dtype(weights)
-    assert dtype is not None
-    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    tensors = dict(head.tensors)
-    for name, tensor in head.tensors.items():
-        if not name.endswith(MATRICES):
-            continue
-        numbers, scales = quantise(tensor, dtype)
-        exact = numbers.float()
-        exact[:, -1] = largest
-        # Neighbours have very different scales, so a scale of another output changes the result.
-        spread = torch.tensor([1.0, 0.25, 2.0]).repeat(len(scales))[: len(scales)]
-        factors = scales.log2().floor().exp2() * spread
-        tensors[name] = (exact * factors[:, None]).to(tensor.dtype)
-        assert torch.equal(tensors[name].float(), exact * factors[:, None])
-    return dataclasses.replace(head, tensors=tensors)
-
-
 @pytest.mark.parametrize(
     ("name", "weights", "dtype"),
     some_emulated(
@@ -166,27 +140,8 @@ def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
 def test_error_with_8_bit_weights_is_at_most_twice_the_references(
     name, weights, dtype, device, emulated
 ):
-    """The errors of one head's scores depend on each other, so the sum is over several heads."""
-    sizes = dict(hidden_size=272, target_hidden_size=272, vocab_size=16, draft_vocab_size=3)
-    paths = [path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
-    tree = TreeConfig(choices=paths)
-    errors: dict[str, list[float]] = {"op": [], "reference": []}
-    for seed in range(4 if emulated else 10):
-        head = head_of(name, seed, dtype, own_lm_head=True, **sizes)
-        head = with_exact_weights(head, weights)
-        exact_head = head.to("cpu", torch.float64)
-        ours = OpRun.start(head, 1, device=device, weights=weights)
-        assert ours.packed.weights[1].dtype == weight_dtype(weights)
-        reference, exact = Run.start(head, 1), Run.start(exact_head, 1)
-        exact.embedding = reference.embedding.double()
-        more_than_a_pass_takes = 36
-        tokens, features = elements(head, 1, more_than_a_pass_takes if seed == 0 else 3, seed)
-        expected = path_scores(exact.draft(tree, tokens, features.double()))
-        for key, run in (("op", ours), ("reference", reference)):
-            scores = path_scores(run.draft(tree, tokens, features))
-            assert scores.keys() == expected.keys()
-            errors[key] += [abs(scores[path] - expected[path]) for path in expected]
-    assert sum(errors["op"]) <= 2 * sum(errors["reference"])
+    ours, theirs = errors_with_8_bit_weights(name, weights, dtype, device, 4 if emulated else 10)
+    assert ours <= 2 * theirs
 
 
 def any_head(seed: int) -> DraftHead:

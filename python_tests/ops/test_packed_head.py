@@ -19,6 +19,7 @@ from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.heads.weights import UnkeptTensors
 from specdec_ext.ops import packed_head
 from specdec_ext.ops import quantise as quantise_module
+from specdec_ext.ops.draft_limits import default_weights
 from specdec_ext.ops.quantise import quantise, weight_dtype
 
 FORMATS = ["int8", "float8"]
@@ -124,7 +125,8 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
         (CPU, dict(hidden_size=31, dtype=torch.bfloat16), None),
         (CPU, dict(dtype=torch.float16), "on the CPU it supports torch."),
         (CPU, dict(dtype=torch.float64), "on the CPU it supports torch."),
-        (CPU, dict(weights="int8"), "does not support int8"),
+        (CPU, dict(weights="int8"), None),
+        (CPU, dict(weights="float8"), "on the CPU it supports weights of int8, not float8"),
         (torch.device("xpu"), {}, "not xpu"),
         (CUDA, dict(tree=TreeConfig(64, 1, 1024), rows=128), None),
         (CUDA, dict(dtype=torch.float16, tree=TreeConfig(2, 32)), None),
@@ -164,12 +166,27 @@ def test_the_specification_drafts_what_the_op_refuses():
 def test_unsupported_weight_formats_are_refused():
     """The specification does not draft with other weights in silence."""
     ids, _ = prompts((5,))
-    drafter = HeadDrafter(head_of("eagle1"), weights="int8")
-    message = r"weights='int8' needs the op draft_head.* on the CPU it does not support int8"
+    drafter = HeadDrafter(head_of("eagle1"), weights="float8")
+    message = r"weights='float8' needs the op draft_head.* on the CPU it supports weights of int8"
     with pytest.raises(ValueError, match=message):
         specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=4)
     with pytest.raises(ValueError, match=r"weights='int3'; expected one of same, int8, float8"):
         HeadDrafter(head_of("eagle1"), weights="int3")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.float64, "same")],
+    ids=str,
+)
+def test_heads_have_8_bits_on_the_cpu_unless_the_specification_drafts(dtype, weights):
+    drafter, model = HeadDrafter(head_of("eagle3")), tiny_model("llama", dtype=dtype)
+    drafter.feature_layers(model)
+    assert drafter._bound.weights == weights
+
+
+def test_default_weights_on_cuda_are_not_rounded():
+    assert default_weights(torch.device("cuda"), torch.bfloat16) == "same"
 
 
 # --- memory ---------------------------------------------------------------------------------------

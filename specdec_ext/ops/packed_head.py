@@ -82,17 +82,17 @@ class PackedHead:
                 read in place; None for the head's own.
             weights: "int8" or "float8" (e4m3) rounds fc, lm_head and the matrices of the layers to 8 bits,
                 with a float32 scale per output, chosen so that the output's largest weight becomes the
-                largest number of the format. It is for heads in bfloat16 or float16 on CUDA. Drafts change
-                slightly, the generated text does not. "same" keeps the dtype.
+                largest number of the format. On CUDA both are for heads in bfloat16 or float16; the CPU has
+                "int8". Drafts change slightly, the generated text does not. "same" keeps the dtype.
 
         Raises:
-            ValueError: for an unexpected shape, dtype or device.
+            ValueError: for an unexpected shape, dtype, device or format.
         """
         dtype, config = weight_dtype(weights), head.config
         _check_pack(head, embedding, lm_head)
         sources = _sources(head, embedding, lm_head)
-        if dtype is None and reads_panels(embedding.device):
-            tensors = [embedding.detach(), *_in_panels(sources, config)[1:]]
+        if reads_panels(embedding.device):
+            tensors = [embedding.detach(), *_in_panels(sources, config, dtype)[1:]]
         else:
             tensors = _for_kernel(sources, config, dtype, keeps_lm_head=lm_head is not None)
         return cls(
@@ -201,16 +201,18 @@ def _in_tiles(weight: Tensor, is_paired: bool) -> Tensor:
     return tiles.flatten(0, 1).view(weight.dtype)
 
 
-def _in_panels(sources: Sequence[Source], config: HeadConfig) -> list[Tensor]:
+def _in_panels(
+    sources: Sequence[Source], config: HeadConfig, dtype: torch.dtype | None
+) -> list[Tensor]:
     """Copy the weights into contiguous memory, with matrices in panels and queries before keys and values.
 
-    Each weight is requested twice and none is kept, so only the copies take memory. The first weight, the
-    embedding, is not copied; its entry here is empty.
+    Matrices are rounded to ``dtype``, if it is given; then their scales follow. Each weight is requested
+    twice and none is kept, so only the copies take memory. The first weight, the embedding, is not copied;
+    its entry here is empty.
     """
-    matrices, queries = set(_matrices(config.num_layers)), config.num_heads * config.head_dim
+    matrices, queries = _matrices(config.num_layers), config.num_heads * config.head_dim
 
-    def parts(index: int) -> list[Tensor]:
-        weight = sources[index]().detach()
+    def parts(index: int, weight: Tensor) -> list[Tensor]:
         if index not in matrices or weight.numel() == 0:
             return [weight if index else weight[:0]]
         in_layer = (index - _HEAD_TENSORS) % _LAYER_TENSORS
@@ -218,15 +220,25 @@ def _in_panels(sources: Sequence[Source], config: HeadConfig) -> list[Tensor]:
             return [_panels(weight[:queries]), _panels(weight[queries:])]
         return [_panels(weight)]
 
+    def like(index: int) -> Tensor:
+        weight = sources[index]().to("meta")
+        if index in matrices:
+            weight = weight.to(dtype or weight.dtype)
+        return _stacked(parts(index, weight))
+
     everything = range(len(sources))
-    shapes = [_stacked([part.to("meta") for part in parts(index)]) for index in everything]
-    places = _in_huge_pages(shapes)
+    places = _in_huge_pages([like(index) for index in everything])
+    scales = []
     for index, place in zip(everything, places, strict=True):
+        weight = sources[index]().detach()
+        if index in matrices and dtype is not None:
+            weight, scale = quantise(weight, dtype)
+            scales.append(scale)
         first = 0
-        for part in parts(index):
+        for part in parts(index, weight):
             place[first : first + len(part)] = part
             first += len(part)
-    return places
+    return places + scales
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -16,9 +16,13 @@ from specdec_ext.decoding.preparation import BLOCK_SLOTS
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.text import byte_size, counted
 from specdec_ext.drafters.draft_model import DEFAULT_DRAFT_TOKENS
+from specdec_ext.drafters.heads.bound_head import draft_dtype
+from specdec_ext.heads.config import HeadConfig
+from specdec_ext.heads.medusa import MedusaConfig
 from specdec_ext.models.cache.layers import GROWTH
 from specdec_ext.models.graphs import arena
 from specdec_ext.models.slots.target import FIRST_SLOTS, RECORDING_DEVICES
+from specdec_ext.ops.draft_limits import default_weights
 from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.planning.capacity import Capacity, capacity_of
 from specdec_ext.planning.sizes.configs import ConfigFile
@@ -259,7 +263,8 @@ def plan(
         quantisation: format of the target's matrices: "none", "float8", "int8", "int4", or "auto" for that of
             its config. On the CPU, "int8" and "int4" are the formats of :func:`specdec_ext.quantize`, and
             "int4:128" and "int4:128:offsets" those with its ``group_size`` and without ``symmetric``.
-        draft_quantisation: the same for a draft model; for a head "none", or "int8" and "float8" on a GPU.
+        draft_quantisation: the same for a draft model; for a head "none", "int8", on a GPU also "float8", or
+            "auto" for the default of :class:`~specdec_ext.HeadDrafter`.
         do_sample: whether the text is sampled, which needs processed scores in float32.
         memory: a GPU such as "H100", a MIG profile such as "3g.40gb", or a size ("24GiB", or a number of
             bytes); None to plan for no device.
@@ -341,11 +346,18 @@ def _drafter(
     config = file.head()
     if config is None:
         return LanguageModel.of(file, target.dtype, quantisation, device.type)
-    format_ = "same" if quantisation in ("auto", "none") else quantisation
+    formats = {"auto": "same", "none": "same"}
+    if isinstance(config, HeadConfig):
+        formats["auto"] = default_weights(device, draft_dtype(device, target.dtype))
+    format_ = formats.get(quantisation, quantisation)
     matrices = weight_dtype(format_)
-    if matrices is not None and device.type == "cpu":
+    if matrices is not None and isinstance(config, MedusaConfig):
         raise ValueError(
-            f"draft_quantisation={quantisation!r} is for GPUs; pass 'none' for a head on the CPU"
+            f"draft_quantisation={quantisation!r}, but Medusa heads keep the target's dtype; pass 'none'"
+        )
+    if format_ == "float8" and device.type == "cpu":
+        raise ValueError(
+            "draft_quantisation='float8' is for GPUs; pass 'int8' or 'none' for a head on the CPU"
         )
     head = HeadMemory(config, target, device, matrices)
     head.check(file.source)

@@ -36,6 +36,7 @@ void DraftLayers::multiply(const HeadMatrix& matrix, const void* input, int64_t 
   panel_products({.type = head_->type,
                   .input = input,
                   .panels = matrix.weight,
+                  .scales = matrix.scale,
                   .rows = rows,
                   .ins = matrix.ins,
                   .outs = matrix.outs,

@@ -56,6 +56,12 @@ struct Floats : Avx2 {
   }
 };
 
+SPECDEC_LINEAR_INLINE __m256i broadcast_four_bytes(const void* p) {
+  int32_t bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return _mm256_set1_epi32(bytes);
+}
+
 struct Float32 : Floats, IntegerPacking {
   using Element = float;
   static constexpr int kPanelRows = 3;
@@ -146,8 +152,19 @@ struct Float32 : Floats, IntegerPacking {
     split[2] = _mm256_and_si256(_mm256_srli_epi16(all, 8), low);
     split[3] = _mm256_srli_epi16(all, 12);
   }
+  SPECDEC_LINEAR_INLINE static void split_units(const int8_t* codes, Words (&split)[2]) {
+    const __m256i all = load_vector(codes);
+    split[0] = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
+    split[1] = _mm256_srai_epi16(all, 8);
+  }
+  SPECDEC_LINEAR_INLINE static Words broadcast_words(const int16_t* p) {
+    return broadcast_four_bytes(p);
+  }
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+  }
+  SPECDEC_LINEAR_INLINE static Integers add_integers(Integers a, Integers b) {
+    return _mm256_add_epi32(a, b);
   }
   SPECDEC_LINEAR_INLINE static Vector to_floats(Integers integers) {
     return _mm256_cvtepi32_ps(integers);
@@ -197,9 +214,7 @@ struct BFloat16Split : Avx2 {
     return split(BFloat16Halves::load(p));
   }
   SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) {
-    int32_t pair;
-    std::memcpy(&pair, p, sizeof(pair));
-    return split(_mm256_set1_epi32(pair));
+    return split(broadcast_four_bytes(p));
   }
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
     return split(BFloat16Halves::load_first(p, count));

@@ -54,6 +54,12 @@ struct Avx512 : Transposes {
   }
 };
 
+SPECDEC_LINEAR_INLINE __m512i broadcast_four_bytes(const void* p) {
+  int32_t bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return _mm512_set1_epi32(bytes);
+}
+
 struct Float32 : Avx512, IntegerPacking {
   using Element = float;
   using Operand = __m512;
@@ -133,8 +139,19 @@ struct Float32 : Avx512, IntegerPacking {
     split[2] = _mm512_and_si512(_mm512_srli_epi16(all, 8), low);
     split[3] = _mm512_srli_epi16(all, 12);
   }
+  SPECDEC_LINEAR_INLINE static void split_units(const int8_t* codes, Words (&split)[2]) {
+    const __m512i all = _mm512_loadu_si512(codes);
+    split[0] = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8);
+    split[1] = _mm512_srai_epi16(all, 8);
+  }
+  SPECDEC_LINEAR_INLINE static Words broadcast_words(const int16_t* p) {
+    return broadcast_four_bytes(p);
+  }
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
     sums = _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+  }
+  SPECDEC_LINEAR_INLINE static Integers add_integers(Integers a, Integers b) {
+    return _mm512_add_epi32(a, b);
   }
   SPECDEC_LINEAR_INLINE static Vector to_floats(Integers integers) {
     return _mm512_cvtepi32_ps(integers);
@@ -150,15 +167,11 @@ struct Float32 : Avx512, IntegerPacking {
 // for processors without it.
 struct Float32Dot : Float32 {
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, const Words& b) {
-    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "vm"(b));
+    Integers added = sums;  // of a reference, compilers would keep the sums in memory
+    asm("vpdpwssd %2, %1, %0" : "+v"(added) : "v"(a), "vm"(b));
+    sums = added;
   }
 };
-
-SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
-  int32_t pair;
-  std::memcpy(&pair, p, sizeof(pair));
-  return _mm512_set1_epi32(pair);
-}
 
 // vdpbf16ps is two fused multiply-adds, odd elements first, with subnormals treated as zero.
 struct BFloat16Dot : Avx512 {
@@ -168,7 +181,9 @@ struct BFloat16Dot : Avx512 {
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
     return _mm512_maskz_loadu_epi16((1u << count) - 1, p);
   }
-  SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) { return broadcast_pair(p); }
+  SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) {
+    return broadcast_four_bytes(p);
+  }
   SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+v"(x)); }
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x);
@@ -201,7 +216,7 @@ struct BFloat16Split : Avx512 {
     return split(_mm512_maskz_loadu_epi16((1u << count) - 1, p));
   }
   SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) {
-    return split(broadcast_pair(p));
+    return split(broadcast_four_bytes(p));
   }
   SPECDEC_LINEAR_INLINE static void keep(Operand&) {}
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Operand& w, const Operand& x) {

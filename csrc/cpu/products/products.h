@@ -52,6 +52,15 @@ struct alignas(kStepBytes) IntegerInputs {
   float scales[kLanes];  // 2^(e - 15) of a lane's 64 inputs, or NaN
 };
 
+// Up to 256 inputs of a row as integers for panels (panels.h), in the order of the loops.
+struct alignas(kStepBytes) PanelIntegers {
+  static constexpr int64_t kInputs = 256;
+  static int64_t count(int64_t ins) { return (ins + kInputs - 1) / kInputs; }
+
+  int16_t numbers[kInputs];
+  float scale;  // 2^(e - 14) or NaN
+};
+
 // Rows in the smallest number of blocks of at most `most` rows. Blocks are as even as possible: each
 // has `largest` rows or one less.
 struct RowBlocks {
@@ -149,15 +158,16 @@ LinearProducts linear_products() {
 struct Products {
   LinearProducts linear;
   LinearProducts halved;  // the same with inputs as halves, for more rows; null: `linear`
-  // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
-  // `stride` apart.
+  // Products of `rows` contiguous input rows, packed if there is pack_panel_inputs, with one panel. The
+  // products of consecutive rows are `stride` apart.
   void (*panel)(const void* panel, const void* input, int64_t rows, int64_t ins, float* values,
                 int64_t stride);
   PassProducts many_rows;
   PassProducts few_rows;  // null: `linear`
+  void (*pack_panel_inputs)(const void* input, int64_t rows, int64_t ins, PanelIntegers* packed);
 };
 
-// `type` is float32 or bfloat16. Codes have no panels, and columns only the products of many rows.
+// `type` is float32 or bfloat16. Columns have only the products of many rows, and panels no scales.
 Products products_baseline(FloatType type, ProductKind kind);
 Products products_avx2(FloatType type, ProductKind kind);
 Products products_avx512(FloatType type, ProductKind kind);

@@ -28,15 +28,16 @@ namespace specdec {
 // at the next one.
 inline constexpr int64_t kPredictsAhead = 2;
 
-// The tensors of a head have one type and are contiguous. Weight matrices are stored in panels
-// (specdec/cpu/panels.h) for the CPU, and in tiles (specdec/draft_head/plan.h) or as [outs, ins]
-// for the kernel, which also takes 8-bit ones.
+// The tensors of a head have one type and are contiguous, but weight matrices may have 8 bits. They
+// are stored in panels (specdec/cpu/panels.h) for the CPU, and in tiles (specdec/draft_head/plan.h) or
+// as [outs, ins] for the kernel.
 struct HeadMatrix {
   const void* weight;  // null: absent
   const void* bias;    // [outs] or null
   int64_t outs;
   int64_t ins;
   bool in_tiles = false;
+  const float* scale = nullptr;  // [outs] of weights of 8 bits
 };
 
 struct HeadLayer {

@@ -87,12 +87,11 @@ DraftLevels levels_of(const DraftShape& shape, const DraftLevels& given) {
   return levels;
 }
 
-void set_head(const PackedWeights& packed, DraftKernelParams* out) {
-  const HeadWeights& head = packed.head;
+void set_head(const HeadWeights& head, DraftKernelParams* out) {
   const auto to_int = [](int64_t number) { return static_cast<int>(number); };
-  const auto matrix = [&](const HeadMatrix& given, size_t scale) -> DraftMatrix {
+  const auto matrix = [&](const HeadMatrix& given) -> DraftMatrix {
     return {.weight = given.weight,
-            .scale = packed.scale(scale),
+            .scale = given.scale,
             .bias = given.bias,
             .outs = to_int(given.outs),
             .ins = to_int(given.ins),
@@ -115,23 +114,22 @@ void set_head(const PackedWeights& packed, DraftKernelParams* out) {
   out->draft_to_target = head.draft_to_target;
   out->input_norm = head.input_norm;
   out->fc_norm = head.fc_norm;
-  out->lm_head = matrix(head.lm_head, 0);
-  out->fc = matrix(head.fc, 1);
+  out->lm_head = matrix(head.lm_head);
+  out->fc = matrix(head.fc);
   out->embedding_norm = head.embedding_norm;
   out->hidden_norm = head.hidden_norm;
   out->norm = head.norm;
   out->mask_features = head.mask_features;
   for (size_t i = 0; i < head.layers.size(); ++i) {
     const HeadLayer& layer = head.layers[i];
-    const size_t scale = kHeadScales + kLayerScales * i;
     out->layers[i] = {.input_norm = layer.input_norm,
-                      .projections = matrix(layer.query, scale),
+                      .projections = matrix(layer.query),
                       .query_norm = layer.query_norm,
                       .key_norm = layer.key_norm,
-                      .output = matrix(layer.output, scale + 1),
+                      .output = matrix(layer.output),
                       .post_norm = layer.post_norm,
-                      .gate_up = matrix(layer.gate_up, scale + 2),
-                      .down = matrix(layer.down, scale + 3),
+                      .gate_up = matrix(layer.gate_up),
+                      .down = matrix(layer.down),
                       .window = to_int(layer.window)};
   }
 }
@@ -209,7 +207,7 @@ cudaError_t launch_packed(const PackedWeights& packed, const DraftHeadParams& ca
   check_limits(packed, call, num_new);
   check_alignment(call, num_new);
   DraftKernelParams params{};
-  set_head(packed, &params);
+  set_head(packed.head, &params);
   set_plan(call, levels_of(call.shape, levels), &params);
   set_call(call, num_new, num_positions, &params);
   const Tensor sync_memory = sync_buffer(packed.head, features, sync);

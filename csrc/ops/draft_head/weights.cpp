@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kHeadTensors = 11;
 constexpr int64_t kLayerTensors = 10;
+constexpr int64_t kHeadScales = 2;
+constexpr int64_t kLayerScales = 4;
 
 void check_contiguous(const Argument& argument, const Tensor& tensor) {
   int64_t stride = 1;
@@ -211,11 +213,10 @@ DraftWeightType weight_type(const Tensor& lm_head, bool for_kernel) {
   const int32_t dtype = dtype_of(lm_head);
   const bool is_int8 = dtype == aoti_torch_dtype_int8();
   if (!is_int8 && dtype != aoti_torch_dtype_float8_e4m3fn()) return DraftWeightType::kSame;
-  if (!for_kernel) {
+  if (!is_int8 && !for_kernel) {
     fail_draft_head("weights[1] (lm_head)",
-                    "must have the dtype of features on the CPU, got " +
-                        std::string(dtype_name(dtype)) +
-                        ": only CUDA has 8-bit weights; pack the head with weights=\"same\"");
+                    "must have the dtype of features or torch.int8 on the CPU, got " +
+                        std::string(dtype_name(dtype)) + "; pack the head with weights=\"int8\"");
   }
   return is_int8 ? DraftWeightType::kInt8 : DraftWeightType::kFloat8;
 }
@@ -280,18 +281,21 @@ void read_ends(const std::vector<Tensor>& weights, WeightReader& reader, HeadWei
   }
 }
 
-std::vector<const float*> read_scales(WeightReader& reader, const HeadWeights& head) {
-  std::vector<const float*> scales{
-      reader.float32("lm_head scale", head.draft_vocab),
-      head.fc.weight ? reader.float32("fc scale", head.hidden) : nullptr};
-  if (head.fc.weight == nullptr) reader.absent("fc scale", "without fc");
-  for (const HeadLayer& layer : head.layers) {
-    scales.push_back(reader.float32("qkv_proj scale", layer.query.outs + layer.key_value.outs));
-    scales.push_back(reader.float32("o_proj scale", layer.output.outs));
-    scales.push_back(reader.float32("gate_up_proj scale", layer.gate_up.outs));
-    scales.push_back(reader.float32("down_proj scale", layer.down.outs));
+void read_scales(WeightReader& reader, HeadWeights* head) {
+  head->lm_head.scale = reader.float32("lm_head scale", head->draft_vocab);
+  if (head->fc.weight == nullptr) {
+    reader.absent("fc scale", "without fc");
+  } else {
+    head->fc.scale = reader.float32("fc scale", head->hidden);
   }
-  return scales;
+  for (HeadLayer& layer : head->layers) {
+    const int64_t queries = layer.query.outs;
+    layer.query.scale = reader.float32("qkv_proj scale", queries + layer.key_value.outs);
+    layer.key_value.scale = layer.query.scale + queries;
+    layer.output.scale = reader.float32("o_proj scale", layer.output.outs);
+    layer.gate_up.scale = reader.float32("gate_up_proj scale", layer.gate_up.outs);
+    layer.down.scale = reader.float32("down_proj scale", layer.down.outs);
+  }
 }
 
 }  // namespace
@@ -334,7 +338,7 @@ PackedWeights read_draft_head(const std::vector<Tensor>& weights,
                               const std::vector<double>& scalars, const Tensor& features) {
   const Argument features_arg("draft_head", "features", features);
   const bool for_kernel = runs_kernel(features);
-  PackedWeights packed{read_layout(layout), DraftWeightType::kSame, {}};
+  PackedWeights packed{read_layout(layout), DraftWeightType::kSame};
   HeadWeights& head = packed.head;
   read_scalars(scalars, &head);
   const int32_t dtype = dtype_of(features);
@@ -349,7 +353,7 @@ PackedWeights read_draft_head(const std::vector<Tensor>& weights,
   for (size_t i = 0; i < head.layers.size(); ++i) {
     read_layer(reader, i == 0, head, for_kernel, matrix_element, &head.layers[i]);
   }
-  if (!is_same) packed.scales = read_scales(reader, head);
+  if (!is_same) read_scales(reader, &head);
   return packed;
 }
 

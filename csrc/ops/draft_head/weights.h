@@ -28,16 +28,9 @@ inline bool runs_kernel([[maybe_unused]] const Tensor& tensor) {
 #endif
 }
 
-constexpr int64_t kHeadScales = 2;
-constexpr int64_t kLayerScales = 4;
-
 struct PackedWeights {
   HeadWeights head;
-  DraftWeightType type;              // type of the weight matrices
-  std::vector<const float*> scales;  // for 8-bit matrices, in the order of `weights`
-
-  // The i-th of `scales`; null if there are none.
-  const float* scale(size_t i) const { return scales.empty() ? nullptr : scales[i]; }
+  DraftWeightType type;  // type of the weight matrices
 };
 
 // Reads the sizes and flags of a head, `layout` below. Its weights and numbers stay zero.
@@ -59,7 +52,7 @@ HeadWeights read_layout(const std::vector<int64_t>& layout);
 // matrices are in panels (specdec/cpu/panels.h); in qkv_proj the panels of queries precede those of
 // keys and values. embed_tokens is [tokens, hidden_size].
 //
-// If lm_head is int8 or float8_e4m3fn, so are fc and the matrices of all layers, but not the
+// If lm_head is int8 or, for the kernel, float8_e4m3fn, so are fc and the matrices of all layers, but not the
 // embedding. Then the float32 scales, one per output, follow the weights: those of lm_head, of fc,
 // then for each layer those of qkv_proj, o_proj, gate_up_proj, down_proj. A weight is its 8-bit
 // number times the scale.

@@ -45,6 +45,11 @@ def answers(sequences, columns):
     return sequences[:, columns:].tolist()
 
 
+def as_is(head, tree, **options) -> HeadDrafter:
+    """A drafter whose weights are not rounded, to compare with the specification."""
+    return HeadDrafter(head, tree, weights="same", **options)
+
+
 class Watched(specdec_ext.Drafter):
     """Proposes partly right trees, and keeps the head's trees.
 
@@ -130,7 +135,7 @@ def test_target_may_have_more_tokens_than_the_head(draft_vocab):
     """Embeddings may be padded. All 97 tokens of the target are read; some of the head's 90 are drafted."""
     head = random_head(vocab_size=90, draft_vocab_size=draft_vocab, feature_layers=(0, 1, 2))
     model, (ids, mask, sequences) = tiny_model("llama"), plain((5, 9, 3))
-    watched = Watched(HeadDrafter(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
+    watched = Watched(as_is(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
     message = "trained for a vocabulary of 90 tokens, but the target has 97"
     with pytest.warns(UserWarning, match=message):
         given = text_of(ids, mask, watched)
@@ -165,7 +170,7 @@ def test_proposals_are_those_of_a_new_head(kind, side):
     model = tiny_model("llama")
     tree = TREES[["chain", "static", "dynamic"][len(kind) % 3]]
     ids, mask, sequences = plain((5, 9, 3), side)
-    watched = Watched(HeadDrafter(head_of(kind), tree), answers(sequences, ids.shape[1]))
+    watched = Watched(as_is(head_of(kind), tree), answers(sequences, ids.shape[1]))
     assert torch.equal(text_of(ids, mask, watched), sequences)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
 
@@ -177,7 +182,7 @@ def test_sampled_proposals_have_the_noise_of_their_rows(kind, tree):
     model, temperature = tiny_model("llama"), 0.6
     sampled = SAMPLED | {"eos_token_id": 11, "pad_token_id": 0}
     ids, mask, sequences = plain((5, 9, 3), new=30, **sampled)
-    drafter = HeadDrafter(head_of(kind), TREES[tree], temperature=temperature)
+    drafter = as_is(head_of(kind), TREES[tree], temperature=temperature)
     watched = Watched(drafter, answers(sequences, ids.shape[1]))
     given = text_of(ids, mask, watched, max_new_tokens=30, speculation="fixed", **sampled)
     assert torch.equal(given, sequences)
@@ -204,7 +209,7 @@ def test_random_proposals_are_those_of_a_new_head(seed):
     expected = specdec_ext.generate(model, ids, attention_mask=mask, drafter=None, **options)
     tree = TREES[choose.choice(list(TREES))]
     right = answers(sequences, ids.shape[1])
-    watched = Watched(HeadDrafter(head_of(kind, seed), tree), right, every=choose.randint(1, 3))
+    watched = Watched(as_is(head_of(kind, seed), tree), right, every=choose.randint(1, 3))
     given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, **options)
     assert torch.equal(given, expected)
     for (row, done), drafted in watched.trees.items():
@@ -216,7 +221,7 @@ def test_random_proposals_are_those_of_a_new_head(seed):
 def test_head_that_drafts_in_some_steps_catches_up():
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3), new=30)
-    drafter = HeadDrafter(head_of("eagle3.1"), TREES["dynamic"])
+    drafter = as_is(head_of("eagle3.1"), TREES["dynamic"])
     watched = Watched(drafter, answers(sequences, ids.shape[1]), every=2)
     text_of(ids, mask, watched, max_new_tokens=30)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
@@ -232,7 +237,7 @@ def test_proposals_after_a_row_has_ended_are_those_of_a_new_head():
     expected = text_of(ids, mask, None, **options)
     assert not torch.equal(expected, sequences[:, : expected.shape[1]])
     right = answers(sequences, columns)
-    watched = Watched(HeadDrafter(head_of("qk-norm-window"), TREES["static"]), right)
+    watched = Watched(as_is(head_of("qk-norm-window"), TREES["static"]), right)
     assert torch.equal(text_of(ids, mask, watched, speculation="fixed", **options), expected)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, columns)
     ended = min(row.index(stop) + 1 if stop in row else NEW for row in right)
@@ -254,7 +259,7 @@ def test_head_begins_behind_a_filled_cache(side):
     # With this rope type absolute positions matter.
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
     head = head_of("qk-norm-window", max_positions=8, rope_parameters=rope)
-    watched = Watched(HeadDrafter(head, TREES["dynamic"]), answers(expected, ids.shape[1]))
+    watched = Watched(as_is(head, TREES["dynamic"]), answers(expected, ids.shape[1]))
     assert torch.equal(text_of(ids, mask, watched, past_key_values=cache), expected)
     assert_as_specified(watched, model, texts_of(ids, mask), expected, ids.shape[1], held)
 
@@ -275,7 +280,7 @@ def test_head_begins_again_after_a_rest(side):
 
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
     head = head_of("qk-norm-window", max_positions=8, rope_parameters=rope)
-    watched = Resting(HeadDrafter(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
+    watched = Resting(as_is(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
     given = text_of(ids, mask, watched, max_new_tokens=30, speculation="fixed")
     assert torch.equal(given, sequences)
     first = {row: min(done for each, done in watched.trees if each == row) for row in held}
@@ -322,7 +327,7 @@ def test_cache_and_rope_tables_grow(tree, monkeypatch):
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3))
     head = head_of("qk-norm-window", max_positions=8)
-    watched = Watched(HeadDrafter(head, TREES[tree]), answers(sequences, ids.shape[1]))
+    watched = Watched(as_is(head, TREES[tree]), answers(sequences, ids.shape[1]))
     text_of(ids, mask, watched)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
 

@@ -65,8 +65,8 @@ def heads_of(name: str) -> MtpHeads:
 class _Notes:
     """Notes the draft of each row by its length; drafts in every ``period``-th step only."""
 
-    def __init__(self, *arguments, period=1):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, period=1, **options):
+        super().__init__(*arguments, **options)
         self.drafts, self.period, self._steps = {}, period, 0
 
     def propose(self, context):
@@ -153,7 +153,7 @@ def test_a_trained_head_drafts_what_transformers_drafts_with_it(of, tmp_path, mo
     kwargs, mtp = dict(max_new_tokens=60, do_sample=False), mtp_model_of(model, head)
     for ids in (each[None] for each in beginnings):
         with_mtp, theirs = transformers_drafts(model, mtp, ids, monkeypatch, **kwargs)
-        drafter = NotingHead(head, TreeConfig(depth=1))
+        drafter = NotingHead(head, TreeConfig(depth=1), weights="same")
         ours = generate(model, ids, drafter=drafter, speculation="fixed", **kwargs).sequences
         assert torch.equal(ours, with_mtp)
         assert_equal_drafts_of_one_row(drafter.drafts, theirs, ours, 1)
@@ -246,7 +246,7 @@ def test_drafts_of_the_op_are_those_of_the_module(kind, tree):
     mtp, (ids, mask) = mtp_model(model, 1), prompts((12, 7, 4))
     drafters = (
         Noting(MtpHeads(model, mtp), TREES[tree]),
-        NotingHead(draft_head_of(model, mtp), TREES[tree]),
+        NotingHead(draft_head_of(model, mtp), TREES[tree], weights="same"),
     )
     for drafter in drafters:
         stats = generate(model, ids, mask, drafter=drafter, speculation="fixed").speculation_stats

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Container, Iterable
 from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
-from helpers.drafters.head_cases import Run, elements
+from helpers.drafters.head_cases import Run, elements, head_of
 from helpers.ops.op_cases import to
 from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.heads.config import DraftHead
+from specdec_ext.ops.quantise import quantise, weight_dtype
 from specdec_ext.tree.config import TreeConfig
 
 _CHOICES = "0 1 3 00 01 10 000 002 101 1010"  # ranks on the path to each node
@@ -181,3 +183,58 @@ def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
     for token, parent in zip(drafted[0][0].tolist(), drafted[1][0].tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return dict(zip(paths, drafted[2][0].tolist(), strict=True))
+
+
+# Matrices that have 8 bits in the formats int8 and float8.
+_MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight")
+
+
+def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
+    """The head with matrices that 8 bits hold exactly: numbers of the format times a power of two for each
+    output, with the largest number of the format in each row."""
+    dtype = weight_dtype(weights)
+    assert dtype is not None
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    tensors = dict(head.tensors)
+    for name, tensor in head.tensors.items():
+        if not name.endswith(_MATRICES):
+            continue
+        numbers, scales = quantise(tensor, dtype)
+        exact = numbers.float()
+        exact[:, -1] = largest
+        # Neighbours have very different scales, so a scale of another output changes the result.
+        spread = torch.tensor([1.0, 0.25, 2.0]).repeat(len(scales))[: len(scales)]
+        factors = scales.log2().floor().exp2() * spread
+        tensors[name] = (exact * factors[:, None]).to(tensor.dtype)
+        assert torch.equal(tensors[name].float(), exact * factors[:, None])
+    return dataclasses.replace(head, tensors=tensors)
+
+
+def errors_with_8_bit_weights(
+    name: str, weights: str, dtype: torch.dtype, device: str, seeds: int
+) -> tuple[float, float]:
+    """The sum of the scores' errors, of the op and of the reference in ``dtype``.
+
+    The weights are exact. The errors of one head's scores depend on each other, so the sum is over ``seeds``
+    heads.
+    """
+    sizes = dict(hidden_size=272, target_hidden_size=272, vocab_size=16, draft_vocab_size=3)
+    paths = [path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
+    tree = TreeConfig(choices=paths)
+    errors = [0.0, 0.0]
+    for seed in range(seeds):
+        head = head_of(name, seed, dtype, own_lm_head=True, **sizes)
+        head = with_exact_weights(head, weights)
+        exact_head = head.to("cpu", torch.float64)
+        ours = OpRun.start(head, 1, device=device, weights=weights)
+        assert ours.packed.weights[1].dtype == weight_dtype(weights)
+        reference, exact = Run.start(head, 1), Run.start(exact_head, 1)
+        exact.embedding = reference.embedding.double()
+        more_than_a_pass_takes = 36
+        tokens, features = elements(head, 1, more_than_a_pass_takes if seed == 0 else 3, seed)
+        expected = path_scores(exact.draft(tree, tokens, features.double()))
+        for i, run in enumerate((ours, reference)):
+            scores = path_scores(run.draft(tree, tokens, features))
+            assert scores.keys() == expected.keys()
+            errors[i] += sum(abs(scores[path] - expected[path]) for path in expected)
+    return errors[0], errors[1]

@@ -18,6 +18,7 @@ from specdec_ext import ops
 from specdec_ext.drafters.heads.head_cache import HeadCache
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models.tensor_parallel import is_tensor_parallel
+from specdec_ext.ops.draft_limits import default_weights
 from specdec_ext.reference.draft_head import draft_head
 from specdec_ext.tree.config import TreeConfig
 
@@ -46,11 +47,18 @@ class BoundHead:
     def bind(cls, head: DraftHead, model: PreTrainedModel, weights: str = "same") -> BoundHead:
         """Give a head the target's device and dtype.
 
+        Args:
+            head: the head.
+            model: the target.
+            weights: format of the matrices; "auto" for :func:`specdec_ext.ops.draft_limits.default_weights`.
+
         Raises:
             ValueError: the head shares a weight that the target does not have as a floating-point tensor.
         """
         device, dtype = draft_home(model)
         shared = _shared_weights(head, model)
+        if weights == "auto":
+            weights = default_weights(device, dtype)
         return cls(head.to(device, dtype, keep=False), device, dtype, shared, weights)
 
     @property

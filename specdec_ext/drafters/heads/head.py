@@ -80,8 +80,9 @@ class HeadDrafter(Drafter):
         head: a head from :func:`specdec_ext.heads.checkpoints.load_draft`.
         tree: the only shape to draft; None for :func:`default_tree`, or the shapes that the controller
             chooses.
-        weights: format of the head's matrices. "int8" and "float8" halve the bytes that a head in bfloat16 or
-            float16 reads, with slightly worse drafts; CUDA only. "same" keeps the target's dtype.
+        weights: format of the head's matrices. "int8" has a half or a quarter of the bytes of the target's
+            dtype, for slightly worse drafts; on the CPU they are faster. "float8" is for CUDA. "same" keeps
+            the target's dtype. "auto" is "int8" on the CPU and "same" on CUDA.
         temperature: the temperature of drafts in a call that samples, relative to the one that the call
             suggests (``Context.noise``); 0 drafts without noise, as in greedy decoding.
 
@@ -103,7 +104,7 @@ class HeadDrafter(Drafter):
         self,
         head: DraftHead,
         tree: TreeConfig | None = None,
-        weights: str = "same",
+        weights: str = "auto",
         temperature: float = 1.0,
     ):
         if not isinstance(head, DraftHead):
@@ -114,7 +115,8 @@ class HeadDrafter(Drafter):
             raise TypeError(
                 f"tree is a {type(tree).__name__}; expected a TreeConfig, such as TreeConfig(depth=5)"
             )
-        weight_dtype(weights)  # raises for an unknown name
+        if weights != "auto":
+            weight_dtype(weights)  # raises for an unknown name
         check_temperature(temperature)
         self.head, self.tree, self.weights = head, tree, weights
         self.temperature = temperature

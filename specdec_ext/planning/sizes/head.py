@@ -31,7 +31,7 @@ class HeadMemory:
         config: its config.
         target: the target.
         device: the target's device.
-        weights_dtype: dtype of the matrices; that of the target, or one of 8 bits on a GPU.
+        weights_dtype: dtype of the matrices; that of the target, or one of 8 bits.
     """
 
     config: HeadConfig | MedusaConfig

@@ -24,7 +24,7 @@
 
 #include "columns_kernel.h"
 #include "integers_kernel.h"
-#include "panel_kernel.h"
+#include "panel_codes_kernel.h"
 
 namespace specdec::cpu {
 
@@ -390,7 +390,8 @@ Products wide_products(ProductKind kind) {
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (are_integers(kind)) linear = linear_products<IntegersKernel<Integers, Stored>>();
   }
-  return {linear, {}, nullptr, pass_products<ManyRows>(), {}};
+  using PanelCodes = PanelCodesKernel<Integers, Stored>;
+  return {linear, {}, PanelCodes::run, pass_products<ManyRows>(), {}, PanelCodes::pack};
 }
 
 // `Many` is a format of bfloat16, or that of float32.

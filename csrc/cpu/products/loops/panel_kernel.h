@@ -10,40 +10,37 @@
 
 namespace specdec::cpu {
 
+// Multiplies input rows, which are `row_size` apart, in blocks of at most kMost: calls the kernel's
+// run_block<r> for each block of r rows.
+template <class Kernel, int kMost, class Input>
+void run_panel(const void* panel, const Input* input, int64_t rows, int64_t row_size, int64_t ins,
+               float* values, int64_t stride) {
+  using BlockFunction = void (*)(const void*, const Input*, int64_t, float*, int64_t);
+  static constexpr auto kFunctions = []<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    return std::array<BlockFunction, kMost>{Kernel::template run_block<kIndex + 1>...};
+  }(std::make_index_sequence<kMost>());
+  const int64_t block_rows = even_part(rows, kMost);
+  for (int64_t row = 0; row < rows; row += block_rows) {
+    kFunctions[std::min(block_rows, rows - row) - 1](panel, input + row * row_size, ins,
+                                                     values + row * stride, stride);
+  }
+}
+
 template <class F>
 class PanelKernel {
  public:
   SPECDEC_LINEAR_TARGET static void run(const void* panel, const void* input, int64_t rows,
                                         int64_t ins, float* values, int64_t stride) {
-    static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kPanelRows>());
-    const int64_t block_rows = even_part(rows, F::kPanelRows);
-    for (int64_t row = 0; row < rows; row += block_rows) {
-      kFunctions[std::min(block_rows, rows - row) - 1](
-          static_cast<const Element*>(panel), static_cast<const Element*>(input) + row * ins, ins,
-          values + row * stride, stride);
-    }
+    run_panel<PanelKernel, F::kPanelRows>(panel, static_cast<const Element*>(input), rows, ins, ins,
+                                          values, stride);
   }
 
- private:
   using Element = typename F::Element;
-  using Vector = typename F::Vector;
-  using Operand = typename F::Operand;
-  static constexpr int64_t kUnit = kPanelUnitBytes / sizeof(Element);
-  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
-  static constexpr int kVectors = kPanelOuts / kVectorOuts;
-  static constexpr int64_t kPrefetchBytes = 8192;
-
-  using BlockFunction = void (*)(const Element* panel, const Element* input, int64_t ins,
-                                 float* values, int64_t stride);
-
-  template <size_t... kIndex>
-  static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
-    return std::array<BlockFunction, sizeof...(kIndex)>{run_block<kIndex + 1>...};
-  }
 
   template <int kRows>
-  SPECDEC_LINEAR_TARGET static void run_block(const Element* panel, const Element* input,
+  SPECDEC_LINEAR_TARGET static void run_block(const void* weights, const Element* input,
                                               int64_t ins, float* values, int64_t stride) {
+    const Element* panel = static_cast<const Element*>(weights);
     Vector sums[kRows][kVectors];
     SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
       sums[i / kVectors][i % kVectors] = F::zero();
@@ -69,6 +66,14 @@ class PanelKernel {
                      values + i / kVectors * stride + i % kVectors * kVectorOuts);
     }
   }
+
+ private:
+  using Vector = typename F::Vector;
+  using Operand = typename F::Operand;
+  static constexpr int64_t kUnit = kPanelUnitBytes / sizeof(Element);
+  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
+  static constexpr int kVectors = kPanelOuts / kVectorOuts;
+  static constexpr int64_t kPrefetchBytes = 8192;
 
   // Multiplies one unit of every row; units are `stride` elements apart. Registers keep the inputs or the
   // weights, of which there are fewer.

@@ -2,13 +2,20 @@
 //
 //   [ceil(outs / kPanelOuts)][ceil(ins / unit)][kPanelOuts][unit], zeros where there is no weight
 //
-// A unit has four bytes: one float32 or two bfloat16. A panel is read as one stream of memory for
-// any number of rows. Its outputs are the lanes of vectors, so no sum over lanes is needed.
+// A unit has four bytes: one float32, two bfloat16 or four codes of 8 bits. A panel is read as one
+// stream of memory for any number of rows. Its outputs are the lanes of vectors, so no sum over lanes
+// is needed.
 //
 // Each output is summed in a fixed order, in float32, with fused multiply-add: over the units in
-// order, and in a bfloat16 unit the second element before the first, as vdpbf16ps does. So the bits
-// of a row of the result do not depend on the other rows. As in `linear`, a baseline without fused
-// multiply-add gives other bits.
+// order, and in a bfloat16 unit the second element before the first, as vdpbf16ps does. Codes are
+// multiplied with integers: 256 inputs share an exponent, e is the least number from -111 on for which
+// all of their magnitudes are below 2^e, and input x becomes the integer nearest to x * 2^(14 - e), ties
+// to even. For each 256 inputs, one after the other, the float32 of the exact sum of code * integer
+// is multiplied with 2^(e - 14) and added; at the end the sum is multiplied with the scale of the output.
+// If an input is not finite, all outputs of its row are NaN.
+//
+// So the bits of a row of the result do not depend on the other rows. As in `linear`, a baseline without
+// fused multiply-add gives other bits, but not with codes, whose products with 2^(e - 14) are exact.
 #pragma once
 
 #include "specdec/core/float_types.h"
@@ -27,9 +34,10 @@ inline int64_t panel_bytes(int64_t outs, int64_t ins, int64_t element_bytes) {
 }
 
 struct PanelParams {
-  FloatType type;     // float32 or bfloat16, of input and weights
+  FloatType type;     // float32 or bfloat16, of the input, and of the weights if they are no codes
   const void* input;  // [rows, ins] contiguous
   const void* panels;
+  const float* scales;  // [outs]: the panels have codes, int8, and these are their scales; or null
   int64_t rows;
   int64_t ins;
   int64_t outs;

@@ -2,6 +2,7 @@
 // of exactly the required size, for the sanitizers.
 #include "specdec/draft_head.h"
 
+#include <algorithm>
 #include <cmath>
 #include <deque>
 #include <random>
@@ -35,6 +36,21 @@ Floats panels(const Floats& weights, int64_t outs, int64_t ins) {
     }
   }
   return values;
+}
+
+// Row-major weights as panels of codes, which take whole float32.
+Floats code_panels(const Floats& weights, int64_t outs, int64_t ins) {
+  Floats memory(cpu::panel_bytes(outs, ins, 1) / sizeof(float));
+  auto* codes = reinterpret_cast<int8_t*>(memory.data());
+  for (int64_t out = 0; out < outs; ++out) {
+    int8_t* panel = codes + cpu::panel_bytes(out / cpu::kPanelOuts * cpu::kPanelOuts, ins, 1);
+    for (int64_t i = 0; i < ins; ++i) {
+      const float code = std::clamp(40.0f * weights[out * ins + i], -127.0f, 127.0f);
+      panel[(i / 4 * cpu::kPanelOuts + out % cpu::kPanelOuts) * 4 + i % 4] =
+          static_cast<int8_t>(code);
+    }
+  }
+  return memory;
 }
 
 struct Draft {
@@ -90,9 +106,10 @@ Draft run(const HeadWeights& head, DraftShape shape, const Ints& choices, const 
   return draft;
 }
 
-// A head with all kinds of weights, drawn from `next`: EAGLE-1 with one layer or EAGLE-3 with two.
+// A head with all kinds of weights, drawn from `next`: EAGLE-1 with one layer or EAGLE-3 with two; matrices
+// may have codes.
 template <typename Next>
-Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) {
+Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, bool has_codes, const Next& next) {
   Head head;
   HeadWeights& w = head.weights;
   const auto numbers = [&](int64_t count) {
@@ -102,7 +119,9 @@ Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) 
   };
   const auto vector = [&](int64_t count) { return head.add(numbers(count)); };
   const auto matrix = [&](int64_t outs, int64_t ins) -> HeadMatrix {
-    return {head.add(panels(numbers(outs * ins), outs, ins)), nullptr, outs, ins};
+    const Floats weights = numbers(outs * ins);
+    if (!has_codes) return {head.add(panels(weights, outs, ins)), nullptr, outs, ins};
+    return {head.add(code_panels(weights, outs, ins)), nullptr, outs, ins, false, vector(outs)};
   };
   w.type = FloatType::kFloat32;
   w.feeds_fc = is_eagle1;
@@ -141,7 +160,7 @@ Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) 
 // A head that uses the last token only: token t is the unit vector t, fc keeps it, the layer adds
 // nothing, and lm_head has the probabilities of the next token.
 void test_worked_example() {
-  Head head = make_head(true, 4, 4, [] { return 0.0f; });
+  Head head = make_head(true, 4, 4, false, [] { return 0.0f; });
   const float probabilities[4][4] = {
       {0.1f, 0.9f, 0, 0}, {0, 0.3f, 0.6f, 0.1f}, {0.02f, 0, 0.08f, 0.9f}, {1, 0, 0, 0}};
   Floats embedding(16), lm_head(16), fc(32);
@@ -166,10 +185,10 @@ void test_worked_example() {
   }
 }
 
-void test_rows_are_independent() {
+void test_rows_are_independent(bool has_codes) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
-  const Head head = make_head(false, 7, 401, [&] { return normal(random); });
+  const Head head = make_head(false, 7, 401, has_codes, [&] { return normal(random); });
   constexpr int64_t kRows = 3, kNew = 5;
   const Ints counts{5, 0, 3};
   Ints tokens;
@@ -200,7 +219,8 @@ void test_rows_are_independent() {
 
 void test_draft_head() {
   test_worked_example();
-  test_rows_are_independent();
+  test_rows_are_independent(false);
+  test_rows_are_independent(true);
 }
 
 }  // namespace specdec
