@@ -157,11 +157,11 @@ struct Float32 : Floats, IntegerPacking {
     split[0] = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
     split[1] = _mm256_srai_epi16(all, 8);
   }
-  SPECDEC_LINEAR_INLINE static Words broadcast_words(const int16_t* p) {
-    return broadcast_four_bytes(p);
-  }
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+  }
+  SPECDEC_LINEAR_INLINE static void add_pair_products(Integers& sums, Words a, const int16_t* p) {
+    add_products(sums, a, broadcast_four_bytes(p));
   }
   SPECDEC_LINEAR_INLINE static Integers add_integers(Integers a, Integers b) {
     return _mm256_add_epi32(a, b);

@@ -144,8 +144,8 @@ struct Float32 : Avx512, IntegerPacking {
     split[0] = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8);
     split[1] = _mm512_srai_epi16(all, 8);
   }
-  SPECDEC_LINEAR_INLINE static Words broadcast_words(const int16_t* p) {
-    return broadcast_four_bytes(p);
+  SPECDEC_LINEAR_INLINE static void add_pair_products(Integers& sums, Words a, const int16_t* p) {
+    add_products(sums, a, broadcast_four_bytes(p));
   }
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
     sums = _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
@@ -169,6 +169,14 @@ struct Float32Dot : Float32 {
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, const Words& b) {
     Integers added = sums;  // of a reference, compilers would keep the sums in memory
     asm("vpdpwssd %2, %1, %0" : "+v"(added) : "v"(a), "vm"(b));
+    sums = added;
+  }
+  SPECDEC_LINEAR_INLINE static void add_pair_products(Integers& sums, Words a, const int16_t* p) {
+    using Pair = int16_t[2];
+    Integers added = sums;
+    asm("vpdpwssd %2%{1to16%}, %1, %0"
+        : "+v"(added)
+        : "v"(a), "m"(*reinterpret_cast<const Pair*>(p)));
     sums = added;
   }
 };

@@ -203,15 +203,16 @@ struct Portable {
       split[1].value[i] = codes[2 * i + 1];
     }
   }
-  SPECDEC_LINEAR_INLINE static Words broadcast_words(const int16_t* p) {
-    Words words;
-    for (int64_t i = 0; i < 2 * kLanes; ++i) words.value[i] = p[i % 2];
-    return words;
-  }
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, const Words& a, const Words& b) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       sums.value[lane] +=
           a.value[2 * lane] * b.value[2 * lane] + a.value[2 * lane + 1] * b.value[2 * lane + 1];
+    }
+  }
+  SPECDEC_LINEAR_INLINE static void add_pair_products(Integers& sums, const Words& a,
+                                                      const int16_t* p) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sums.value[lane] += a.value[2 * lane] * p[0] + a.value[2 * lane + 1] * p[1];
     }
   }
   SPECDEC_LINEAR_INLINE static Integers add_integers(const Integers& a, const Integers& b) {

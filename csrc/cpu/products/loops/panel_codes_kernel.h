@@ -1,9 +1,11 @@
 // The loops of panels.h for codes, written once and compiled for each instruction set. They use the
 // formats of integers_kernel.h, and from each also
 //
-//   split_units(p, split)  the codes of a Vector's outputs at p as words: in split[0] codes 0 and 2 of each
-//                          lane's unit, in split[1] codes 1 and 3
-//   broadcast_words(p)     the Words that have the two words at p in every lane
+//   split_units(p, split)                the codes of a Vector's outputs at p as words: in split[0] codes 0
+//                                        and 2 of each lane's unit, in split[1] codes 1 and 3
+//   add_pair_products(sums, words, p)    adds to each lane of integers the products of its two words with
+//                                        the two at p
+//   add_integers(a, b)
 #pragma once
 
 #include "integers_kernel.h"
@@ -77,8 +79,8 @@ class PanelCodesKernel {
         F::split_units(codes + (unit * kPanelOuts + v * kVectorOuts) * kUnit, split);
         SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
           const int16_t* numbers = inputs[r * distance].numbers + unit * kUnit;
-          F::add_products(sums[r][v][0], split[0], F::broadcast_words(numbers));
-          F::add_products(sums[r][v][kSums - 1], split[1], F::broadcast_words(numbers + 2));
+          F::add_pair_products(sums[r][v][0], split[0], numbers);
+          F::add_pair_products(sums[r][v][kSums - 1], split[1], numbers + 2);
         }
       }
     }
