@@ -8,11 +8,13 @@ import math
 import pytest
 import torch
 from helpers import command_line
+from helpers.drafters.medusa_cases import random_heads
 from helpers.models.zoo import build
 from helpers.places import GOLDEN
 from transformers import AutoConfig
 
 from specdec_ext import TreeConfig, assets
+from specdec_ext.heads.checkpoints.medusa import save_medusa
 from specdec_ext.models.slots.prefill import DIRECT_COLUMNS
 from specdec_ext.planning.memory import largest, plan, slots_of
 from specdec_ext.planning.sizes import configs
@@ -331,6 +333,12 @@ def test_configs_that_can_not_be_planned(written):
         plan(BUNDLED, GOLDEN / "eagle1_gqa" / "draft")
     with pytest.raises(ValueError, match="Medusa heads, whose sizes only their weights tell"):
         plan(BUNDLED, written("medusa", {"medusa_num_heads": 3}))
+
+
+def test_8_bits_for_medusa_heads_are_refused(tmp_path):
+    save_medusa(random_heads(), tmp_path)
+    with pytest.raises(ValueError, match="'int8', but Medusa heads keep the target's dtype"):
+        plan(BUNDLED, tmp_path, draft_quantisation="int8")
 
 
 def test_of_a_hub_repository_only_the_config_is_downloaded(monkeypatch, written):
