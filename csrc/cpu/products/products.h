@@ -164,7 +164,8 @@ struct Products {
                 int64_t stride);
   PassProducts many_rows;
   PassProducts few_rows;  // null: `linear`
-  void (*pack_panel_inputs)(const void* input, int64_t rows, int64_t ins, PanelIntegers* packed);
+  void (*pack_panel_inputs)(const void* input, int64_t rows, int64_t ins,
+                            PanelIntegers* packed) = nullptr;
 };
 
 // `type` is float32 or bfloat16. Columns have only the products of many rows, and panels no scales.
