@@ -55,7 +55,7 @@ def test_needed_bytes(dtype, size):
 
 def test_a_run(tmp_path, capsys):
     case = ["--head", "tiny", "--dtype", "float32", "--batch", "2", "--context", "16"]
-    drafts = ["--draft", "chain 3", "--draft", "tree 60", "--repeats", "5"]
+    drafts = ["--draft", "chain 3", "--draft", "tree 60", "--weights", "same", "--repeats", "5"]
     draft_head.main(["--device", "cpu", *case, *drafts, "--out", str(tmp_path / "report")])
     report = json.loads((tmp_path / "report.json").read_text())
     chain, tree = report["rows"]
@@ -82,7 +82,8 @@ def test_warm_calls_need_no_primers():
 
 
 @pytest.mark.parametrize(
-    "options, count", [([], 7), (["--head", "small"], 5), (["--batch", "8"], 6), (["--quick"], 14)]
+    "options, count",
+    [([], 18), (["--head", "small"], 10), (["--batch", "8"], 16), (["--quick"], 14)],
 )
 def test_options_replace_the_values_of_the_cases(options, count):
     drafts = draft_head.chosen(parsed(["--device", "cpu", *options]))
