@@ -160,9 +160,9 @@ def test_acceptance_of_the_bundled_head_is_the_exact_expectation(temperature, mo
         ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
         noted.clear()
         output = specdec_ext.generate(
-            target, ids, drafter=HeadDrafter(head, TreeConfig(depth=1)), speculation="fixed",
-            do_sample=True, temperature=temperature, top_k=0, seed=seed, max_new_tokens=64,
-            return_dict_in_generate=True,
+            target, ids, drafter=HeadDrafter(head, TreeConfig(depth=1), "same"),
+            speculation="fixed", do_sample=True, temperature=temperature, top_k=0, seed=seed,
+            max_new_tokens=64, return_dict_in_generate=True,
         )  # fmt: skip
         right += output.speculation_stats.accepted_per_position[0]
         assert len(noted) == output.speculation_stats.proposed_per_position[0]
