@@ -31,6 +31,7 @@ from helpers.ops.head_op_cases import (
     assert_equal_drafts,
     assert_same_draft,
     check_against_reference,
+    check_rows_are_independent,
     committed,
     drafts_of,
     noise_of,
@@ -333,19 +334,7 @@ def test_a_row_does_not_depend_on_the_others(name, tree, dtype, device, rounds, 
     if dtype == torch.float16 and not kernel:
         pytest.skip("not on the CPU")
     head = head_of(name, dtype=dtype)
-    together = OpRun.start(head, rows=3, device=device)
-    alone = [OpRun.start(head, rows=1, device=device) for _ in range(3)]
-    for seed, (new, counts) in enumerate(rounds):
-        tokens, features = elements(head, 3, new, seed)
-        drafted = together.draft(SHAPES[tree], tokens, features, torch.tensor(counts))
-        for row, (run, count) in enumerate(zip(alone, counts, strict=True)):
-            part = slice(row, row + 1)
-            own = run.draft(SHAPES[tree], tokens[part, :count], features[part, :count])
-            if count > 0:
-                assert_equal_drafts([each[part] for each in drafted], own)
-    own_caches = [cache for run in alone for cache in committed(run)]
-    for ours, theirs in zip(committed(together), own_caches, strict=True):
-        assert torch.equal(ours, theirs)
+    check_rows_are_independent(head, SHAPES[tree], rounds, device=device)
 
 
 @pytest.mark.parametrize(
@@ -373,16 +362,20 @@ def test_elements_in_several_calls_equal_one_call(name, dtype, device, emulated)
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("weights", ["same", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_change_the_result(dtype):
+def test_threads_do_not_change_the_result(dtype, weights):
     sizes = dict(hidden_size=128, intermediate_size=512, vocab_size=3000, draft_vocab_size=3000)
     head = head_of("eagle3", dtype=dtype, **sizes)
     tokens, features = elements(head, 4, 40)
-    expected = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
+
+    def draft() -> tuple[Tensor, ...]:
+        return OpRun.start(head, rows=4, weights=weights).draft(SHAPES["dynamic"], tokens, features)
+
+    expected = draft()
     with two_threads():
         for _ in range(10):
-            drafted = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
-            assert_equal_drafts(drafted, expected)
+            assert_equal_drafts(draft(), expected)
 
 
 @pytest.mark.parametrize("name", some_emulated(["eagle3.1", "qk-norm-window"], ["eagle3.1"]))

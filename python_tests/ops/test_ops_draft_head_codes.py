@@ -12,10 +12,11 @@ from helpers.ops.head_op_cases import (
     SHAPES,
     OpRun,
     assert_equal_drafts,
+    check_rows_are_independent,
     committed,
     errors_with_8_bit_weights,
 )
-from helpers.ops.op_cases import generator, two_threads
+from helpers.ops.op_cases import generator
 from torch import Tensor
 
 from specdec_ext.ops.quantise import quantise
@@ -85,31 +86,7 @@ def test_inputs_of_float32_have_more_bits_than_bfloat16(name):
 )
 def test_a_row_does_not_depend_on_the_others(name, tree, dtype):
     head = head_of(name, dtype=dtype)
-    together = OpRun.start(head, rows=3, weights="int8")
-    alone = [OpRun.start(head, rows=1, weights="int8") for _ in range(3)]
-    for seed, (new, counts) in enumerate(ROUNDS):
-        tokens, features = elements(head, 3, new, seed)
-        drafted = together.draft(SHAPES[tree], tokens, features, torch.tensor(counts))
-        for row, (run, count) in enumerate(zip(alone, counts, strict=True)):
-            part = slice(row, row + 1)
-            own = run.draft(SHAPES[tree], tokens[part, :count], features[part, :count])
-            if count > 0:
-                assert_equal_drafts([each[part] for each in drafted], own)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_change_the_result(dtype):
-    sizes = dict(hidden_size=128, intermediate_size=512, vocab_size=3000, draft_vocab_size=3000)
-    head = head_of("eagle3", dtype=dtype, **sizes)
-    tokens, features = elements(head, 4, 40)
-
-    def draft() -> tuple[Tensor, ...]:
-        return OpRun.start(head, rows=4, weights="int8").draft(SHAPES["dynamic"], tokens, features)
-
-    expected = draft()
-    with two_threads():
-        for _ in range(10):
-            assert_equal_drafts(draft(), expected)
+    check_rows_are_independent(head, SHAPES[tree], ROUNDS, weights="int8")
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

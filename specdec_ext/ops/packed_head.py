@@ -170,6 +170,15 @@ def _matrices(num_layers: int) -> list[int]:
     return [*_HEAD_MATRICES, *(first + i for first in layers for i in _LAYER_MATRICES)]
 
 
+def _rounded(matrix: Tensor, dtype: torch.dtype | None, scales: list[Tensor]) -> Tensor:
+    """The matrix in ``dtype``, with its scales added to the list; as it is if there is no dtype."""
+    if dtype is None:
+        return matrix
+    numbers, scale = quantise(matrix, dtype)
+    scales.append(scale)
+    return numbers
+
+
 def _for_kernel(
     sources: Sequence[Source], config: HeadConfig, dtype: torch.dtype | None, keeps_lm_head: bool
 ) -> list[Tensor]:
@@ -177,12 +186,12 @@ def _for_kernel(
 
     With ``keeps_lm_head``, lm_head stays as it is if it is not rounded.
     """
-    matrices, tensors, scales = _matrices(config.num_layers), [], []
+    matrices, tensors = _matrices(config.num_layers), []
+    scales: list[Tensor] = []
     for index, source in enumerate(sources):
         tensor = source().detach()
-        if index in matrices and dtype is not None:
-            tensor, scale = quantise(tensor, dtype)
-            scales.append(scale)
+        if index in matrices:
+            tensor = _rounded(tensor, dtype, scales)
         is_kept = keeps_lm_head and dtype is None and index == _HEAD_MATRICES[0]
         if index in matrices and tensor.numel() and not is_kept:
             in_layer = (index - _HEAD_TENSORS) % _LAYER_TENSORS
@@ -228,12 +237,11 @@ def _in_panels(
 
     everything = range(len(sources))
     places = _in_huge_pages([like(index) for index in everything])
-    scales = []
+    scales: list[Tensor] = []
     for index, place in zip(everything, places, strict=True):
         weight = sources[index]().detach()
-        if index in matrices and dtype is not None:
-            weight, scale = quantise(weight, dtype)
-            scales.append(scale)
+        if index in matrices:
+            weight = _rounded(weight, dtype, scales)
         first = 0
         for part in parts(index, weight):
             place[first : first + len(part)] = part

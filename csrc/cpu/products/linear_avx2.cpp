@@ -136,13 +136,19 @@ struct Float32 : Floats, IntegerPacking {
   }
   SPECDEC_LINEAR_INLINE static Words load_words(const int16_t* p) { return load_vector(p); }
   SPECDEC_LINEAR_INLINE static Integers load_integers(const int32_t* p) { return load_vector(p); }
+  SPECDEC_LINEAR_INLINE static Words even_bytes(__m256i pairs) {
+    return _mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 8);
+  }
+  SPECDEC_LINEAR_INLINE static Words odd_bytes(__m256i pairs) {
+    return _mm256_srai_epi16(pairs, 8);
+  }
   SPECDEC_LINEAR_INLINE static void split_bytes(const uint8_t* codes, Words (&split)[4]) {
     SPECDEC_UNROLL for (int half = 0; half < 2; ++half) {
       const __m128i* first = reinterpret_cast<const __m128i*>(codes + 16 * half);
       const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)),
                                                    _mm_loadu_si128(first + 2), 1);
-      split[half] = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8);
-      split[2 + half] = _mm256_srai_epi16(both, 8);
+      split[half] = even_bytes(both);
+      split[2 + half] = odd_bytes(both);
     }
   }
   SPECDEC_LINEAR_INLINE static void split_nibbles(const uint8_t* codes, Words (&split)[4]) {
@@ -154,8 +160,8 @@ struct Float32 : Floats, IntegerPacking {
   }
   SPECDEC_LINEAR_INLINE static void split_units(const int8_t* codes, Words (&split)[2]) {
     const __m256i all = load_vector(codes);
-    split[0] = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
-    split[1] = _mm256_srai_epi16(all, 8);
+    split[0] = even_bytes(all);
+    split[1] = odd_bytes(all);
   }
   SPECDEC_LINEAR_INLINE static void add_products(Integers& sums, Words a, Words b) {
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));

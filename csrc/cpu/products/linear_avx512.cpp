@@ -124,12 +124,18 @@ struct Float32 : Avx512, IntegerPacking {
   SPECDEC_LINEAR_INLINE static Integers load_integers(const int32_t* p) {
     return _mm512_loadu_si512(p);
   }
+  SPECDEC_LINEAR_INLINE static Words even_bytes(__m512i pairs) {
+    return _mm512_srai_epi16(_mm512_slli_epi16(pairs, 8), 8);
+  }
+  SPECDEC_LINEAR_INLINE static Words odd_bytes(__m512i pairs) {
+    return _mm512_srai_epi16(pairs, 8);
+  }
   SPECDEC_LINEAR_INLINE static void split_bytes(const uint8_t* codes, Words (&split)[4]) {
     const __m512i a = _mm512_loadu_si512(codes), b = _mm512_loadu_si512(codes + 64);
     const __m512i halves[2] = {_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD)};
     SPECDEC_UNROLL for (int half = 0; half < 2; ++half) {
-      split[half] = _mm512_srai_epi16(_mm512_slli_epi16(halves[half], 8), 8);
-      split[2 + half] = _mm512_srai_epi16(halves[half], 8);
+      split[half] = even_bytes(halves[half]);
+      split[2 + half] = odd_bytes(halves[half]);
     }
   }
   SPECDEC_LINEAR_INLINE static void split_nibbles(const uint8_t* codes, Words (&split)[4]) {
@@ -141,8 +147,8 @@ struct Float32 : Avx512, IntegerPacking {
   }
   SPECDEC_LINEAR_INLINE static void split_units(const int8_t* codes, Words (&split)[2]) {
     const __m512i all = _mm512_loadu_si512(codes);
-    split[0] = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8);
-    split[1] = _mm512_srai_epi16(all, 8);
+    split[0] = even_bytes(all);
+    split[1] = odd_bytes(all);
   }
   SPECDEC_LINEAR_INLINE static void add_pair_products(Integers& sums, Words a, const int16_t* p) {
     add_products(sums, a, broadcast_four_bytes(p));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <span>
 
@@ -50,6 +51,21 @@ struct alignas(kStepBytes) IntegerInputs {
   int16_t numbers[4][kIntegerInputs / 4];
   int32_t sums[kLanes];  // of a lane's numbers, times -8 for codes that are less 8
   float scales[kLanes];  // 2^(e - 15) of a lane's 64 inputs, or NaN
+};
+
+// How inputs that share an exponent become integers of so many bits and a sign, and back (linear.h).
+struct SharedExponent {
+  float up;    // 2^(bits - e); 0 if an input is not finite
+  float down;  // 2^(e - bits), or NaN
+
+  // `largest` is the largest magnitude of the inputs, as the bits of a float32.
+  SharedExponent(int32_t largest, int32_t bits) {
+    // float32 has exponents with a bias of 127; e is one more than that of the largest.
+    const int32_t biased = std::max(largest >> 23, 15);
+    const bool is_finite = biased < 255;
+    up = bits_to_float((is_finite ? 253 + bits - biased : 0) << 23);
+    down = is_finite ? bits_to_float((biased + 1 - bits) << 23) : NAN;
+  }
 };
 
 // Up to 256 inputs of a row as integers for panels (panels.h), in the order of the loops.

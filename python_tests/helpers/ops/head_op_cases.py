@@ -177,6 +177,25 @@ def check_against_reference(
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def check_rows_are_independent(
+    head: DraftHead, tree: TreeConfig, rounds: list[tuple[int, list[int]]], **options: Any
+) -> None:
+    """Check that three rows have the bits together that each has alone, in drafts and in the cache."""
+    together = OpRun.start(head, rows=3, **options)
+    alone = [OpRun.start(head, rows=1, **options) for _ in range(3)]
+    for seed, (new, counts) in enumerate(rounds):
+        tokens, features = elements(head, 3, new, seed)
+        drafted = together.draft(tree, tokens, features, torch.tensor(counts))
+        for row, (run, count) in enumerate(zip(alone, counts, strict=True)):
+            part = slice(row, row + 1)
+            own = run.draft(tree, tokens[part, :count], features[part, :count])
+            if count > 0:
+                assert_equal_drafts([each[part] for each in drafted], own)
+    own_caches = [cache for run in alone for cache in committed(run)]
+    for ours, theirs in zip(committed(together), own_caches, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
     """Score by path of tokens; the batch has one row."""
     paths: list[tuple[int, ...]] = []

@@ -89,14 +89,9 @@ class IntegersKernel {
   // Packs 64 inputs as the first or second half of a unit.
   SPECDEC_LINEAR_INLINE static void pack_shared(const Stored* inputs, int64_t half,
                                                 IntegerInputs& unit) {
-    const int32_t largest = F::largest_magnitude(inputs);
-    // float32 has exponents with a bias of 127; e is one more than that of the largest.
-    const int32_t biased = std::max(largest >> 23, 15);
-    const bool is_finite = biased < 255;
-    const float up = bits_to_float((is_finite ? 268 - biased : 0) << 23);
-    const float down = is_finite ? bits_to_float((biased - 14) << 23) : NAN;
-    std::fill_n(unit.scales + half * (kLanes / 2), kLanes / 2, down);
-    F::pack_integers(inputs, up, half, unit);
+    const SharedExponent shared(F::largest_magnitude(inputs), 15);
+    std::fill_n(unit.scales + half * (kLanes / 2), kLanes / 2, shared.down);
+    F::pack_integers(inputs, shared.up, half, unit);
   }
 
   // A number for each block of kCodeBlock inputs of a tile's weight rows: scales and offsets,

@@ -40,27 +40,23 @@ class PanelCodesKernel {
     const int64_t count = PanelIntegers::count(ins);
     const int8_t* codes = static_cast<const int8_t*>(panel);
     Vector totals[kRows][kVectors];
-    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
-      totals[i / kVectors][i % kVectors] = F::zero();
-    }
+    Sums::clear(totals);
     for (int64_t part = 0; part < count; ++part) {
       const int64_t left = ins - part * PanelIntegers::kInputs;
       const int64_t units = (std::min(PanelIntegers::kInputs, left) + kUnit - 1) / kUnit;
       add_part<kRows>(codes, inputs + part, count, units, totals);
       codes += units * kUnit * kPanelOuts;
     }
-    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
-      F::store_lanes(totals[i / kVectors][i % kVectors],
-                     values + i / kVectors * stride + i % kVectors * kVectorOuts);
-    }
+    Sums::store(totals, values, stride);
   }
 
  private:
+  using Sums = PanelSums<F>;
   using Vector = typename F::Vector;
   using Integers = typename F::Integers;
   static constexpr int64_t kUnit = kPanelUnitBytes;
-  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
-  static constexpr int kVectors = kPanelOuts / kVectorOuts;
+  static constexpr int64_t kVectorOuts = Sums::kVectorOuts;
+  static constexpr int kVectors = Sums::kVectors;
 
   // Adds the products of PanelIntegers, which for consecutive rows are `distance` apart.
   template <int kRows>
@@ -103,14 +99,11 @@ class PanelCodesKernel {
       numbers[i] = to_float(inputs[i]);
       largest = std::max(largest, static_cast<int32_t>(float_to_bits(numbers[i]) & 0x7FFFFFFF));
     }
-    // float32 has exponents with a bias of 127; e is one more than that of the largest.
-    const int32_t biased = std::max(largest >> 23, 15);
-    const bool is_finite = biased < 255;
-    const float up = is_finite ? bits_to_float((267 - biased) << 23) : 0.0f;
-    packed.scale = is_finite ? bits_to_float((biased - 13) << 23) : NAN;
+    const SharedExponent shared(largest, 14);
+    packed.scale = shared.down;
     constexpr float kToInteger = 0x1.8p23f;  // a sum with it is rounded to an integer
     for (int64_t i = 0; i < PanelIntegers::kInputs; ++i) {
-      const float shifted = exact_add(exact_mul(numbers[i], up), kToInteger);
+      const float shifted = exact_add(exact_mul(numbers[i], shared.up), kToInteger);
       // The order of split_units: 0, 2, 1, 3.
       const int64_t at = i / kUnit * kUnit + i % 2 * 2 + i % kUnit / 2;
       packed.numbers[at] = static_cast<int16_t>(float_to_bits(shifted) - float_to_bits(kToInteger));

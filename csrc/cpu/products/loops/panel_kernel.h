@@ -26,6 +26,30 @@ void run_panel(const void* panel, const Input* input, int64_t rows, int64_t row_
   }
 }
 
+// The sums of a register block: for each input row those of a panel's outputs.
+template <class F>
+struct PanelSums {
+  using Vector = typename F::Vector;
+  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
+  static constexpr int kVectors = kPanelOuts / kVectorOuts;
+
+  template <int kRows>
+  SPECDEC_LINEAR_INLINE static void clear(Vector (&sums)[kRows][kVectors]) {
+    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
+      sums[i / kVectors][i % kVectors] = F::zero();
+    }
+  }
+
+  template <int kRows>
+  SPECDEC_LINEAR_INLINE static void store(const Vector (&sums)[kRows][kVectors], float* values,
+                                          int64_t stride) {
+    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
+      F::store_lanes(sums[i / kVectors][i % kVectors],
+                     values + i / kVectors * stride + i % kVectors * kVectorOuts);
+    }
+  }
+};
+
 template <class F>
 class PanelKernel {
  public:
@@ -42,9 +66,7 @@ class PanelKernel {
                                               int64_t ins, float* values, int64_t stride) {
     const Element* panel = static_cast<const Element*>(weights);
     Vector sums[kRows][kVectors];
-    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
-      sums[i / kVectors][i % kVectors] = F::zero();
-    }
+    Sums::clear(sums);
     int64_t k = 0;
     for (; k + kUnit <= ins; k += kUnit) {
       // With few rows, loads already run far enough ahead of the arithmetic, and prefetching costs
@@ -61,18 +83,16 @@ class PanelKernel {
       SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) last[r][0] = input[r * ins + k];
       add<kRows>(panel + k * kPanelOuts, &last[0][0], kUnit, sums);
     }
-    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
-      F::store_lanes(sums[i / kVectors][i % kVectors],
-                     values + i / kVectors * stride + i % kVectors * kVectorOuts);
-    }
+    Sums::store(sums, values, stride);
   }
 
  private:
+  using Sums = PanelSums<F>;
   using Vector = typename F::Vector;
   using Operand = typename F::Operand;
   static constexpr int64_t kUnit = kPanelUnitBytes / sizeof(Element);
-  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
-  static constexpr int kVectors = kPanelOuts / kVectorOuts;
+  static constexpr int64_t kVectorOuts = Sums::kVectorOuts;
+  static constexpr int kVectors = Sums::kVectors;
   static constexpr int64_t kPrefetchBytes = 8192;
 
   // Multiplies one unit of every row; units are `stride` elements apart. Registers keep the inputs or the

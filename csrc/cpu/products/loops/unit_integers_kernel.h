@@ -276,15 +276,13 @@ class UnitIntegersKernel {
 
   // Splits 64 inputs; returns their unit.
   SPECDEC_LINEAR_INLINE static float split_row(const BFloat16* inputs, SplitIntegers& split) {
-    const int32_t largest = F::largest_magnitude(inputs);
-    // float32 has exponents with a bias of 127; e is one more than that of the largest.
-    const int32_t biased = std::max(largest >> 23, 15);
-    if (biased == 255) {
+    const SharedExponent shared(F::largest_magnitude(inputs), 14);
+    if (shared.up == 0.0f) {
       std::memset(&split, 0, sizeof(split));
-      return NAN;
+    } else {
+      Tiles::split_integers(inputs, shared.up, split);
     }
-    Tiles::split_integers(inputs, bits_to_float((267 - biased) << 23), split);
-    return bits_to_float((biased - 13) << 23);
+    return shared.down;
   }
 
   template <CodeKind kCodes>
