@@ -67,9 +67,9 @@ NEW_TOKENS = 16
 # By default, glibc keeps freed memory for later, more of it the more was freed before. With a fixed limit, it
 # returns large blocks at once, so that the peak is that of the tensors that are alive.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-# By default, oneDNN and torch's interface to it keep the kernels that they compile for a shape: code, which the
-# plan does not count. On processors with arithmetic in bfloat16, torch multiplies with them, and each number of
-# tokens that an expert gets is another shape.
+# By default, oneDNN and torch's interface to it keep the kernels that they compile for a shape: code, which
+# the plan does not count. On processors with arithmetic in bfloat16, torch multiplies with them, and each
+# number of tokens that an expert gets is another shape.
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 
 
