@@ -76,7 +76,13 @@ KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 def measured(case: dict) -> str:
     """The output of ``measure_peak.py`` for this case."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "profiling")))
-    environment = {**os.environ, **ALLOCATOR, **KERNELS, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = {
+        **os.environ,
+        **ALLOCATOR,
+        **KERNELS,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": paths,
+    }
     script = ROOT / "python_tests" / "helpers" / "measure_peak.py"
     command = [sys.executable, script, json.dumps(case)]
     return subprocess.run(
