@@ -64,25 +64,23 @@ MIXTRAL = dict(
     num_experts_per_tok=2,
 )
 NEW_TOKENS = 16
-# By default, glibc keeps freed memory for later, more of it the more was freed before. With a fixed limit, it
-# returns large blocks at once, so that the peak is that of the tensors that are alive.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-# By default, oneDNN and torch's interface to it keep the kernels that they compile for a shape: code, which
-# the plan does not count. On processors with arithmetic in bfloat16, torch multiplies with them, and each
-# number of tokens that an expert gets is another shape.
-KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # By default, glibc keeps freed memory for later, more of it the more was freed before. With a fixed
+    # limit, it returns large blocks at once, so that the peak is that of the tensors that are alive.
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    # By default, oneDNN and torch's interface to it keep the kernels that they compile for a shape: code,
+    # which the plan does not count. On processors with arithmetic in bfloat16, torch multiplies with them,
+    # and each number of tokens that an expert gets is another shape.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
+    "LRU_CACHE_CAPACITY": "1",
+}
 
 
 def measured(case: dict) -> str:
     """The output of ``measure_peak.py`` for this case."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "profiling")))
-    environment = {
-        **os.environ,
-        **ALLOCATOR,
-        **KERNELS,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": paths,
-    }
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
     script = ROOT / "python_tests" / "helpers" / "measure_peak.py"
     command = [sys.executable, script, json.dumps(case)]
     return subprocess.run(
