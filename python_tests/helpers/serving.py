@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ import uvicorn  # noqa: E402
 import specdec_ext  # noqa: E402
 from specdec_ext import assets  # noqa: E402
 from specdec_ext.engine import Engine  # noqa: E402
+from specdec_ext.engine.handle import Handle  # noqa: E402
+from specdec_ext.engine.loop import EngineLoop  # noqa: E402
 from specdec_ext.serve.app import create_app  # noqa: E402
 from specdec_ext.serve.service import Settings  # noqa: E402
 
@@ -117,3 +120,36 @@ def until(condition, seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition does not become true"
         time.sleep(0.01)
+
+
+@contextmanager
+def held_steps(free: int = 0) -> Iterator[threading.Event]:
+    """Engines do ``free`` steps, then wait before the next one until the event is set or the block is left.
+
+    So a request runs for as long as a test needs it, whatever the machine's speed.
+    """
+    step, count, go = EngineLoop.step, itertools.count(), threading.Event()
+
+    def held(self, *args, **kwargs) -> None:
+        if next(count) >= free:
+            assert go.wait(60), "the test has not let the engine go on"
+        step(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineLoop, "step", held)
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+def record_handles(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """The handles of all requests that the engine accepts from now on; they are added as they come."""
+    handles, submit = [], engine.submit
+
+    def recorded(*args, **kwargs) -> Handle:
+        handles.append(submit(*args, **kwargs))
+        return handles[-1]
+
+    monkeypatch.setattr(engine, "submit", recorded)
+    return handles

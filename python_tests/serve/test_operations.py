@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -21,8 +22,10 @@ from helpers.serving import (
     MODEL,
     PROMPT,
     TEMPLATE,
+    held_steps,
     httpx,
     openai,
+    record_handles,
     serving,
     target,
     text_alone,
@@ -32,7 +35,6 @@ from helpers.serving import (
 
 from specdec_ext import assets
 from specdec_ext.engine import Engine
-from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.rollout.lock import PairLock, ReferenceAcceptance
 from specdec_ext.serve.app import create_app
 from specdec_ext.serve.logs import configure
@@ -44,7 +46,6 @@ LONG = dict(
     max_tokens=480,
     temperature=0,
     ignore_eos=True,
-    presence_penalty=0.1,
     speculation="none",
 )
 
@@ -58,13 +59,13 @@ def server():
 # --- clients that leave -----------------------------------------------------------------------------
 
 
-def left_behind(server, raw: bytes, after: float) -> None:
-    """Send a request, read what comes for some seconds, and leave."""
+@contextmanager
+def left_behind(server, raw: bytes):
+    """Send a request, do what the block does, and leave."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(raw)
-        until(lambda: server.engine.load.running == 1)
-        time.sleep(after)
+        yield
 
 
 def raw_request(path: str, **body) -> bytes:
@@ -77,35 +78,34 @@ def raw_request(path: str, **body) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("after", [0.0, 0.2])
-def test_a_client_that_leaves_cancels_its_request(server, monkeypatch, stream, after):
-    handles = []
-    submit = server.engine.submit
-    monkeypatch.setattr(
-        server.engine, "submit", lambda *a, **k: handles.append(submit(*a, **k)) or handles[-1]
-    )
-    left_behind(server, raw_request("/v1/completions", stream=stream, **LONG), after)
+@pytest.mark.parametrize("steps", [0, 20])
+def test_a_client_that_leaves_cancels_its_request(server, monkeypatch, stream, steps):
+    handles = record_handles(server.engine, monkeypatch)
+    with held_steps(free=steps):
+        with left_behind(server, raw_request("/v1/completions", stream=stream, **LONG)):
+            until(lambda: handles and len(handles[0].tokens) == 1 + steps)
+        (handle,) = handles
+        until(lambda: handle.is_cancelled)
     until(lambda: server.engine.load.running == 0)
-    (handle,) = handles
-    assert handle.finish_reason == "cancelled" and len(handle.tokens) < 480
+    assert handle.finish_reason == "cancelled" and len(handle.tokens) <= 2 + steps
     label = (
         f'vllm:request_success_total{{engine="0",finished_reason="abort",model_name="{MODEL}"}} 1.0'
     )
     until(lambda: label in server.http.get("/metrics").text)
 
 
-def test_a_client_that_leaves_before_its_turn_never_runs(server):
-    first = threading.Thread(target=lambda: server.post("/v1/completions", **LONG))
-    first.start()
-    until(lambda: server.engine.load.running == 1)
-    raw = raw_request("/v1/completions", **LONG)
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(raw)
-        until(lambda: server.engine.load.waiting == 1)
-    until(lambda: server.engine.load.waiting == 0, 5)
-    assert server.engine.load.running == 1
-    first.join()
+def test_a_client_that_leaves_before_its_turn_never_runs(monkeypatch):
+    with serving(dict(max_rows=1)) as server, held_steps() as go, ThreadPoolExecutor() as pool:
+        handles = record_handles(server.engine, monkeypatch)
+        first = pool.submit(server.post, "/v1/completions", **LONG)
+        until(lambda: server.engine.load.running == 1)
+        with left_behind(server, raw_request("/v1/completions", **LONG)):
+            until(lambda: server.engine.load.waiting == 1)
+        until(lambda: handles[1].is_cancelled)
+        go.set()
+        assert first.result(60).json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        until(lambda: server.engine.load.waiting == 0)
+        assert handles[1].finish_reason == "cancelled" and not handles[1].tokens
 
 
 # --- signals ----------------------------------------------------------------------------------------
@@ -151,14 +151,14 @@ def _answers(url: str) -> bool:
 STREAMED = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=60)
 
 
-async def _streams(url: str, count: int, on_first) -> list[str]:
+async def _streams(url: str, count: int, on_first, max_tokens: int = 60) -> list[str]:
     """The texts of streams that are all open when ``on_first`` is called."""
     opened = 0
 
     async def one(client, seed):
         nonlocal opened
         stream = await client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=60, seed=seed, stream=True
+            model=MODEL, prompt=PROMPT, max_tokens=max_tokens, seed=seed, stream=True
         )
         opened += 1
         if opened == count:
@@ -203,7 +203,7 @@ def test_a_second_signal_ends_at_once(process):
         killed.set()
 
     with pytest.raises((openai.APIError, httpx.TransportError)):
-        asyncio.run(_streams(url, 30, twice))
+        asyncio.run(_streams(url, 30, twice, max_tokens=480))
     assert killed.is_set()
     assert started.wait(10) == 128 + signal.SIGTERM
 
@@ -367,22 +367,9 @@ def test_a_server_with_a_lock_exports_its_reference(tmp_path):
     assert found["specdec:reference_accepted_per_pos", "position=1"] == 600
 
 
-def test_gauges_show_the_load(server, monkeypatch):
-    step = EngineLoop.step
-
-    def slow_step(self):
-        time.sleep(0.01)  # the request is running while the gauge is read
-        step(self)
-
-    monkeypatch.setattr(EngineLoop, "step", slow_step)
-    with server.client.completions.create(
-        stream=True,
-        model=MODEL,
-        prompt=PROMPT,
-        max_tokens=400,
-        temperature=0,
-        extra_body={"ignore_eos": True, "speculation": "none", "presence_penalty": 0.1},
-    ) as stream:
+def test_gauges_show_the_load(server):
+    long = dict(model=MODEL, prompt=PROMPT, max_tokens=400, temperature=0)
+    with held_steps(), server.client.completions.create(stream=True, **long) as stream:
         next(iter(stream))
         assert samples(server.http.get("/metrics").text)["vllm:num_requests_running", ""] == 1
     until(lambda: server.engine.load.running == 0)

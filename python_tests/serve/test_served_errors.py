@@ -5,7 +5,17 @@ from __future__ import annotations
 import logging
 
 import pytest
-from helpers.serving import MODEL, PROMPT, ids_of, openai, serving, text_alone, until
+from helpers.serving import (
+    MODEL,
+    PROMPT,
+    held_steps,
+    ids_of,
+    openai,
+    record_handles,
+    serving,
+    text_alone,
+    until,
+)
 
 from specdec_ext.serve.http import schemas
 
@@ -221,9 +231,7 @@ def test_limits_of_the_server():
 def test_a_full_queue_is_429_with_retry_after():
     with serving(engine_options=dict(max_waiting=0, max_rows=1), request_timeout=30) as server:
         long = dict(model=MODEL, prompt=PROMPT, max_tokens=400, temperature=0)
-        with server.client.completions.create(
-            stream=True, extra_body={"ignore_eos": True, "speculation": "none"}, **long
-        ) as stream:
+        with held_steps(), server.client.completions.create(stream=True, **long) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as caught:
                 server.client.completions.create(**long)
@@ -235,14 +243,9 @@ def test_a_full_queue_is_429_with_retry_after():
 
 def test_n_choices_that_do_not_all_fit_leave_nothing_behind(monkeypatch):
     with serving(engine_options=dict(max_waiting=1, max_rows=1)) as server:
-        handles, submit = [], server.engine.submit
-
-        def recorded(*args, **kwargs):
-            handles.append(submit(*args, **kwargs))
-            return handles[-1]
-
-        monkeypatch.setattr(server.engine, "submit", recorded)
-        refused(server.post(TEXT, prompt=PROMPT, n=5, max_tokens=200), 429)
+        handles = record_handles(server.engine, monkeypatch)
+        with held_steps():
+            refused(server.post(TEXT, prompt=PROMPT, n=5, max_tokens=200), 429)
         assert handles and all(handle.is_cancelled for handle in handles)
         until(lambda: server.engine.load.running + server.engine.load.waiting == 0)
 
@@ -251,14 +254,14 @@ def test_n_choices_that_do_not_all_fit_leave_nothing_behind(monkeypatch):
 def test_a_request_has_a_timeout(stream):
     with serving(request_timeout=0.3) as server:
         given = dict(model=MODEL, prompt=PROMPT, max_tokens=450, temperature=0)
-        slow = {"ignore_eos": True, "presence_penalty": 0.1, "speculation": "none"}
-        if not stream:
-            error = refused(server.post(TEXT, **given, **slow), 504)
-            assert error["type"] == "server_error"
-        else:
-            with pytest.raises(openai.APIError) as caught:
-                [*server.client.completions.create(stream=True, extra_body=slow, **given)]
-            error = caught.value.body
+        with held_steps():
+            if not stream:
+                error = refused(server.post(TEXT, **given), 504)
+                assert error["type"] == "server_error"
+            else:
+                with pytest.raises(openai.APIError) as caught:
+                    [*server.client.completions.create(stream=True, **given)]
+                error = caught.value.body
         assert "not complete after 0.3 seconds" in error["message"]
         assert error["code"] == "request_timeout"
         until(lambda: server.engine.load.running == 0)
