@@ -19,7 +19,7 @@ from helpers.ops.attention_cases import (
     run,
     static_arguments,
 )
-from helpers.ops.op_cases import generator, has_matrix_units, strided, two_threads
+from helpers.ops.op_cases import generator, strided, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.tree_attention import tree_attention as reference
@@ -172,6 +172,25 @@ def test_two_chains_equal_decoding_token_by_token(options, dtype, device):
     path = path_to(case, 0, 8)
     assert path == [0, 2, 4, 6, 8]
     assert torch.equal(together[0, path], decode_path(case, 0, 8, window, softcap, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prefix", [34, 35])
+def test_a_prefix_may_end_within_a_pair_of_positions(prefix, dtype, device):
+    """1 + 2**24 - 2**24 is 0 in float32 and 1 - 2**24 + 2**24 is 1, so the sum tells the order of positions:
+    here of the last two of the prefix and the first node."""
+    query = torch.ones(1, 1, 2, 64, dtype=dtype)
+    key, value = torch.zeros(2, 1, 1, prefix + 2, 64, dtype=dtype)
+    value[0, 0, prefix - 2 : prefix + 1] = torch.tensor([1, 2**24, -(2**24)], dtype=dtype)[:, None]
+
+    def attend(query, ancestors, prefix):
+        end = torch.tensor([prefix])
+        slots = dict(prefix_starts=end * 0, prefix_lengths=end, block_starts=end)
+        tree = dict(query=query, ancestors=torch.tensor([ancestors]))
+        return run(dict(**tree, key=key, value=value, **slots, scale=1.0), device)[:, -1]
+
+    decoded = attend(query[:, :, 1:], [[1]], prefix + 1)
+    assert torch.equal(attend(query, [[1], [3]], prefix), decoded)
 
 
 @pytest.mark.slow
@@ -365,16 +384,15 @@ def isa_results():
         shape = Shape(prefixes=(290, 33), nodes=7, heads=6, kv_heads=2, head_dim=40)
         case = random_case(shape, dtype)
         results.append(run({**static_arguments(case, window=200), "softcap": 9.0}))
-    # On matrix units, these are paired.
+    # These are paired, by loops of their own.
     paired = Shape(prefixes=(290, 33), nodes=7, heads=6, kv_heads=2, head_dim=96)
     case = random_case(paired, torch.bfloat16)
     results.append(run({**static_arguments(case, window=200), "softcap": 9.0}))
-    if has_matrix_units():
-        for shape in TREE_SHAPES:
-            test_a_tree_equals_decoding_token_by_token(shape, (7, 4.0), torch.bfloat16)
-        test_nan_in_a_rejected_sibling_does_not_matter(torch.bfloat16, "cpu")
-        test_a_window_hides_nan_node_by_node(torch.bfloat16, "cpu")
-        assert_as_accurate_as_torch(static_arguments(case), "cpu")
+    for shape in TREE_SHAPES:
+        test_a_tree_equals_decoding_token_by_token(shape, (7, 4.0), torch.bfloat16)
+    test_nan_in_a_rejected_sibling_does_not_matter(torch.bfloat16, "cpu")
+    test_a_window_hides_nan_node_by_node(torch.bfloat16, "cpu")
+    assert_as_accurate_as_torch(static_arguments(case), "cpu")
     return results
 
 

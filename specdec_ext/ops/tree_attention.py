@@ -33,11 +33,12 @@ def tree_attention(
     The output of a node depends only on the ordered list of (position, key, value) that it sees. The batch,
     the number of nodes, the other nodes, the places of the slots and the capacity of the cache do not change
     a single bit. So a node has exactly the bits of plain decoding along its path. This is true on the CPU,
-    where all numbers of threads and all instruction sets give the same bits, and on CUDA. Only matrix units
-    (AMX), for bfloat16 and a ``head_dim`` that is a multiple of 32, at most 256, have bits of their own: they
-    take 32 positions at a time, with weights rounded to bfloat16. The contents of
-    slots that a node does not see have no effect, even if they are NaN, with one exception on CUDA: NaN in a
-    value that a window hides from some nodes of a row, but not from others, affects all of them.
+    where all numbers of threads and all instruction sets give the same bits, and on CUDA. For bfloat16 and a
+    ``head_dim`` that is a multiple of 32, at most 256, the CPU rounds weights to bfloat16 and multiplies
+    numbers in pairs. Then matrix units (AMX) have bits of their own, and processors with ``avx512_bf16``
+    treat subnormal numbers as zero. The contents of slots that a node does not see have no effect, even if
+    they are NaN, with one exception on CUDA: NaN in a value that a window hides from some nodes of a row, but
+    not from others, affects all of them.
 
     On CUDA the numbers in ``ancestors``, ``prefix_starts``, ``prefix_lengths``, ``block_starts`` and
     ``page_table`` are read by the kernels, and the launches depend on shapes alone. A CUDA graph that was

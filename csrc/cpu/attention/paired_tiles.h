@@ -1,25 +1,34 @@
-// The loops of PairedTiles. The including file defines SPECDEC_TILES_TARGET, a target attribute or
-// nothing, and has the type Tiles of cpu/runtime/amx_tiles.h.
+// The loops of PairedTiles for matrix units. The including file defines SPECDEC_TILES_TARGET, a target
+// attribute or nothing, and has the type Tiles of cpu/runtime/amx_tiles.h.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
 #include "cpu/runtime/emulated_tiles.h"
+#include "pair_values.h"
 #include "tiles.h"
 
 namespace specdec::cpu {
+
+constexpr int64_t kUnitRows = 16;  // rows of a tile, or words of a row
 
 template <class Tiles>
 class PairedLoops {
  public:
   static constexpr PairedTiles table() {
-    return {begin, Tiles::end, dot_products, multiply_add, multiply_add_row};
+    return {.takes_words = true,
+            .is_in_order = false,
+            .begin = begin,
+            .end = Tiles::end,
+            .dot_products = dot_products,
+            .multiply_add = multiply_add,
+            .multiply_add_row = multiply_add_row};
   }
 
  private:
-  static constexpr int64_t kTile = 16;  // rows, or words of a row
-  static_assert(kTileKeys == 2 * kTile);
+  static constexpr int64_t kTile = kUnitRows;
+  static_assert(kTileKeys == 2 * kTile && kPairWords == kTile);
 
   static void begin() { Tiles::begin(kTile); }
 
@@ -48,8 +57,8 @@ class PairedLoops {
   SPECDEC_TILES_TARGET static bool multiply_add(const float* weights, int64_t weight_stride,
                                                 const BFloat16* const* values, int64_t columns,
                                                 int64_t rows, float* out) {
-    alignas(64) uint32_t pairs[kMaxPairedDim / kTile][kTile][kTile];  // [columns][positions]
-    if (!pair_values(values, columns, pairs)) return false;
+    alignas(64) PairTile pairs[kMaxPairedDim / kTile];
+    if (!pair_values(values, PairRange(), columns, pairs)) return false;
     Tiles tiles(kTile);
     const int64_t out_bytes = columns * sizeof(float);
     for (int64_t row = 0; row < rows; row += kTile) {
@@ -71,31 +80,6 @@ class PairedLoops {
       }
     }
     return true;
-  }
-
-  // Word [p][j] of a tile of columns is column j of the values 2 p and 2 p + 1. Returns whether all
-  // are finite.
-  SPECDEC_TILES_TARGET static bool pair_values(const BFloat16* const* values, int64_t columns,
-                                               uint32_t (*pairs)[kTile][kTile]) {
-    static constexpr BFloat16 kZeros[kMaxPairedDim] = {};
-    constexpr uint32_t kExponent = 0x7F80;  // all ones in infinity and NaN
-    uint32_t largest[kColumnBlock] = {};
-    for (int64_t pair = 0; pair < kTile; ++pair) {
-      const BFloat16* first = values[2 * pair] ? values[2 * pair] : kZeros;
-      const BFloat16* second = values[2 * pair + 1] ? values[2 * pair + 1] : kZeros;
-      for (int64_t column = 0; column < columns; column += kColumnBlock) {
-        uint32_t words[kColumnBlock];
-        for (int64_t j = 0; j < kColumnBlock; ++j) {
-          const uint32_t low = first[column + j].bits, high = second[column + j].bits;
-          largest[j] = std::max({largest[j], low & kExponent, high & kExponent});
-          words[j] = low | high << 16;
-        }
-        for (int64_t i = 0; i < kColumnBlock / kTile; ++i) {
-          std::memcpy(pairs[column / kTile + i][pair], words + i * kTile, sizeof(pairs[0][0]));
-        }
-      }
-    }
-    return *std::max_element(largest, largest + kColumnBlock) < kExponent;
   }
 
   SPECDEC_TILES_TARGET static void multiply_add_row(const float* weights,

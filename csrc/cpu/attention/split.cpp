@@ -157,7 +157,7 @@ class SplitAttention {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(sizes_.key_type, keys, sizes_.key_dim, tile_);
     if (tiles_.paired) {
-      tiles_.paired->dot_products(queries_, tile_, sizes_.query_dim, padded_rows_, out, out_stride);
+      tiles_.paired->dot_products(queries_, tile_, sizes_.query_dim, rows_, out, out_stride);
     } else {
       tiles_.dot_products(queries_, tile_, sizes_.query_dim, rows_, out, out_stride);
     }
@@ -253,32 +253,43 @@ class SplitAttention {
                             out_.values + row * sizes_.padded_dim, sizes_.padded_dim);
   }
 
-  // Adds the values of 32 positions at a time. Those of the prefix are the same for all rows.
+  // Adds the values of 32 positions at a time: those that are the same for all rows together, the others row
+  // by row.
   void add_paired_values() {
     const Range seen = row_.seen(task_.nodes).intersection(split_);
     for (int64_t begin = seen.begin / kTileKeys * kTileKeys; begin < seen.end; begin += kTileKeys) {
       const Range tile{begin, begin + kTileKeys};
+      Range alone{end_of_shared_values(tile), tile.end};
       const BFloat16* values[kTileKeys] = {};
-      find_values(tile.intersection(prefix_), begin, values);
-      const bool has_nodes = row_.num_tiles() > 0 && tile.end > row_.prefix_length();
-      const float* weights = scores_ + (begin - split_.begin);
-      if (has_nodes || !tiles_.paired->multiply_add(weights, kSplitKeys, values, sizes_.padded_dim,
-                                                    padded_rows_, out_.values)) {
-        for (int64_t row = 0; row < rows_; ++row) add_paired_values_of(row, tile);
+      find_values(prefix_.intersection({begin, alone.begin}), begin, values);
+      if (begin < alone.begin &&
+          !tiles_.paired->multiply_add(scores_ + (begin - split_.begin), kSplitKeys, values,
+                                       sizes_.padded_dim, rows_, out_.values)) {
+        alone.begin = begin;
       }
+      if (alone.is_empty()) continue;
+      for (int64_t row = 0; row < rows_; ++row) add_paired_values_of(row, tile, alone);
     }
   }
 
-  // Adds to one row the values of a tile of positions that it sees, nodes among them.
-  void add_paired_values_of(int64_t row, const Range& tile) {
+  // The values of a tile before this position are the same for all rows: whole pairs of the prefix, or
+  // nothing if there are nodes in the tile and the order of sums does not allow parts of it.
+  int64_t end_of_shared_values(const Range& tile) const {
+    if (row_.num_tiles() == 0 || tile.end <= row_.prefix_length()) return tile.end;
+    const int64_t end = tiles_.paired->is_in_order ? row_.prefix_length() / 2 * 2 : tile.begin;
+    return std::max(tile.begin, end);
+  }
+
+  // Adds to one row the values of positions of a tile that it sees, nodes among them.
+  void add_paired_values_of(int64_t row, const Range& tile, const Range& positions) {
     const int64_t node = row / sizes_.group;
-    const Range seen = seen_[node].intersection(tile);
+    const Range seen = seen_[node].intersection(positions);
     if (seen.is_empty()) return;
     const BFloat16* values[kTileKeys] = {};
     find_values(seen.intersection(prefix_), tile.begin, values);
     for (int64_t nodes = 0; nodes < row_.num_tiles(); ++nodes) {
       for_each_ancestor(node, nodes, [&](int64_t bit, int64_t position) {
-        if (position < tile.begin || position >= tile.end) return;
+        if (position < positions.begin || position >= positions.end) return;
         const int64_t slot = row_.node_slot(nodes * kTileKeys + bit);
         values[position - tile.begin] =
             static_cast<const BFloat16*>(key_or_value(params_.value, slot));

@@ -85,8 +85,8 @@ struct AttentionSizes {
         group(params.heads / params.kv_heads),
         nodes(params.ancestors ? params.nodes : std::min(params.nodes, chain_nodes(group))),
         padded_rows(round_up(nodes * group, tiles.row_block)),
-        key_type(tiles.paired ? FloatType::kFloat32 : params.type),
-        key_dim(tiles.paired ? params.head_dim / 2 : params.head_dim),
+        key_type(has_words() ? FloatType::kFloat32 : params.type),
+        key_dim(has_words() ? params.head_dim / 2 : params.head_dim),
         query_dim(round_up(key_dim, kDimBlock)),
         padded_dim(round_up(params.head_dim, kColumnBlock)) {}
 
@@ -96,12 +96,14 @@ struct AttentionSizes {
   int64_t group;
   int64_t nodes;        // of a task, at most
   int64_t padded_rows;  // query rows of a task, at most
-  FloatType key_type;   // of queries and keys; pairs are moved as float32
+  FloatType key_type;   // of queries and keys; words of pairs are moved as float32
   int64_t key_dim;      // numbers of this type
   int64_t query_dim;    // columns of queries and rows of keys, zeros beyond key_dim
   int64_t padded_dim;   // columns of values
 
  private:
+  bool has_words() const { return tiles.paired && tiles.paired->takes_words; }
+
   // Scores and values of so many query rows stay in L2. The nodes of a tree are one task, so that
   // each key and value is converted once.
   static int64_t chain_nodes(int64_t group) { return std::max<int64_t>(1, 64 / group); }

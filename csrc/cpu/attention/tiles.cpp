@@ -23,18 +23,24 @@ void transpose_block(const float* const* rows, int64_t dim, float* out) {
 namespace specdec::cpu {
 namespace {
 
-const AttentionTiles& unpaired_tiles() {
+const TilesOfIsa& tiles_of_isa() {
   return SPECDEC_FOR_ISA(cpu_isa(), kTiles, attention_tiles_avx2(), attention_tiles_avx512());
 }
 
-AttentionTiles with_pairs() {
+const PairedTiles& paired_tiles() {
   static constexpr PairedTiles kEmulated = PairedLoops<EmulatedTiles>::table();
-  AttentionTiles tiles = unpaired_tiles();
-  tiles.row_block = 16;
-  tiles.paired = &kEmulated;
+  if (matrix_units() == MatrixUnits::kEmulated) return kEmulated;
 #ifdef SPECDEC_X86
-  if (matrix_units() == MatrixUnits::kAmx) tiles.paired = &paired_tiles_amx();
+  if (matrix_units() == MatrixUnits::kAmx) return paired_tiles_amx();
+  if (cpu_has_avx512_bf16()) return paired_tiles_avx512_bf16();
 #endif
+  return tiles_of_isa().paired;
+}
+
+AttentionTiles with_pairs() {
+  AttentionTiles tiles = tiles_of_isa().tiles;
+  if (matrix_units() != MatrixUnits::kNone) tiles.row_block = kUnitRows;
+  tiles.paired = &paired_tiles();
   return tiles;
 }
 
@@ -42,9 +48,9 @@ AttentionTiles with_pairs() {
 
 const AttentionTiles& attention_tiles(FloatType type, int64_t head_dim) {
   static const AttentionTiles paired = with_pairs();
-  const bool is_paired = matrix_units() != MatrixUnits::kNone && type == FloatType::kBFloat16 &&
-                         head_dim % kTileKeys == 0 && head_dim <= kMaxPairedDim;
-  return is_paired ? paired : unpaired_tiles();
+  const bool is_paired =
+      type == FloatType::kBFloat16 && head_dim % kTileKeys == 0 && head_dim <= kMaxPairedDim;
+  return is_paired ? paired : tiles_of_isa().tiles;
 }
 
 }  // namespace specdec::cpu

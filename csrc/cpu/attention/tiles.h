@@ -30,21 +30,28 @@ struct ScoreRule {
   float softcap;  // 0: none
 };
 
-// The loops for bfloat16 on matrix units. Two numbers are a word; queries and keys have half as many
-// words as dimensions. Every sum takes 32 products in the order of amx_tiles.h: of 32 dimensions of a
-// query and a key, and of 32 positions and a value, which begin at a multiple of 32. Weights are
-// rounded to bfloat16.
+// The loops for bfloat16, which multiply numbers in pairs: neighbouring dimensions of queries and keys, and
+// weights and values of neighbouring positions, in tiles that begin at a multiple of kTileKeys. Weights are
+// rounded to bfloat16. There are two orders:
+//   vector units   as vdpbf16ps: the second product of a pair before the first. kDimBlock products of a query
+//                  and a key are summed, then these sums; values are added to a sum one after the other
+//   matrix units   every sum takes 32 products in the order of amx_tiles.h
 struct PairedTiles {
+  // Whether queries and keys are words of two numbers, and not float32.
+  bool takes_words;
+  // Whether pairs of values are added to a sum one after the other, so that a tile may be added in parts.
+  bool is_in_order;
+
   // Before and after the loops, in the thread that runs them.
   void (*begin)();
   void (*end)();
 
-  // As AttentionTiles::dot_products, for queries [rows, words] and keys as columns of words. `rows`
-  // is a multiple of 16.
-  void (*dot_products)(const float* queries, const float* keys, int64_t words, int64_t rows,
+  // As AttentionTiles::dot_products, for queries [rows, head_dim] and keys as columns, or with words in
+  // place of dimensions.
+  void (*dot_products)(const float* queries, const float* keys, int64_t head_dim, int64_t rows,
                        float* out, int64_t out_stride);
 
-  // out[r, j] += weights[r, k] * values[k][j] for kTileKeys values and all rows, a multiple of 16.
+  // out[r, j] += weights[r, k] * values[k][j] for kTileKeys values and all rows.
   // Null values are zeros. Weights must be 0 where a row does not see the value. Does nothing and
   // returns false if a value is not finite, because 0 times it is NaN.
   bool (*multiply_add)(const float* weights, int64_t weight_stride, const BFloat16* const* values,
@@ -54,6 +61,23 @@ struct PairedTiles {
   void (*multiply_add_row)(const float* weights, const BFloat16* const* values, int64_t columns,
                            float* out);
 };
+
+// Pairs [begin, end) of a tile; pair p is the positions 2 p and 2 p + 1.
+struct PairRange {
+  int64_t begin = 0;
+  int64_t end = kTileKeys / 2;
+};
+
+// The smallest range outside which all values are null.
+inline PairRange given_pairs(const BFloat16* const* values) {
+  const auto is_null = [values](int64_t pair) {
+    return values[2 * pair] == nullptr && values[2 * pair + 1] == nullptr;
+  };
+  PairRange pairs;
+  while (pairs.begin < pairs.end && is_null(pairs.end - 1)) --pairs.end;
+  while (pairs.begin < pairs.end && is_null(pairs.begin)) ++pairs.begin;
+  return pairs;
+}
 
 struct AttentionTiles {
   // Memory of query rows is padded to multiples of this. The loops may use it for rows behind the last one.
@@ -89,12 +113,12 @@ struct AttentionTiles {
   // out[i] = values[i] / sum, rounded to the type.
   void (*store_quotients)(FloatType type, const float* values, float sum, int64_t count, void* out);
 
-  // Null, or the loops for matrix units, which replace dot_products and multiply_add.
+  // Null, or the loops that replace dot_products, multiply_add and multiply_add_row.
   const PairedTiles* paired = nullptr;
 };
 
 // The loops for the instruction set that cpu_isa() chose. Keys and values of bfloat16 are paired if
-// there are matrix units and head_dim is a multiple of 32, at most kMaxPairedDim.
+// head_dim is a multiple of 32, at most kMaxPairedDim.
 const AttentionTiles& attention_tiles(FloatType type, int64_t head_dim);
 
 }  // namespace specdec::cpu

@@ -26,7 +26,7 @@ SPECDEC_TARGET_AVX2 void transpose_block(const float* const* rows, int64_t dim, 
 
 namespace specdec::cpu {
 
-const AttentionTiles& attention_tiles_avx2() { return kTiles; }
+const TilesOfIsa& attention_tiles_avx2() { return kTiles; }
 
 }  // namespace specdec::cpu
 #endif

@@ -44,7 +44,7 @@ SPECDEC_TARGET_AVX512 void transpose_block(const float* const* rows, int64_t dim
 
 namespace specdec::cpu {
 
-const AttentionTiles& attention_tiles_avx512() { return kTiles; }
+const TilesOfIsa& attention_tiles_avx512() { return kTiles; }
 
 }  // namespace specdec::cpu
 #endif

@@ -91,16 +91,20 @@ SPECDEC_HOST_DEVICE void add_products(const float* a, int64_t a_stride, const B&
   }
 }
 
-// sums[r, j] = the products of kDimBlock dimensions of queries r and keys j.
-template <int64_t kRows>
+// Changes an index so that the second number of each pair comes before the first.
+constexpr int64_t kSwapPairs = 1;
+
+// sums[r, j] = the products of kDimBlock dimensions of queries r and keys j. kSwap is 0 or kSwapPairs.
+template <int64_t kRows, int64_t kSwap>
 SPECDEC_HOST_DEVICE void dot_block(const float* queries, const float* keys, int64_t head_dim,
                                    BlockSums<kRows>& sums) {
   SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
     for (int64_t j = 0; j < kTileKeys; ++j) {
-      sums[r][j] = exact_mul(queries[r * head_dim], keys[j]);
+      sums[r][j] = exact_mul(queries[r * head_dim + kSwap], keys[kSwap * kTileKeys + j]);
     }
   }
-  SPECDEC_TILES_UNROLL for (int64_t d = 1; d < kDimBlock; ++d) {
+  SPECDEC_TILES_UNROLL for (int64_t i = 1; i < kDimBlock; ++i) {
+    const int64_t d = i ^ kSwap;
     SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
       for (int64_t j = 0; j < kTileKeys; ++j) {
         sums[r][j] = exact_fma(queries[r * head_dim + d], keys[d * kTileKeys + j], sums[r][j]);
@@ -109,15 +113,15 @@ SPECDEC_HOST_DEVICE void dot_block(const float* queries, const float* keys, int6
   }
 }
 
-template <int64_t kRows>
+template <int64_t kRows, int64_t kSwap>
 SPECDEC_TILES_TARGET void dot_products_of(const float* queries, const float* keys, int64_t head_dim,
                                           float* out, int64_t out_stride) {
   static_assert(kTileKeys == kColumnBlock);
   BlockSums<kRows> totals;
-  dot_block<kRows>(queries, keys, head_dim, totals);
+  dot_block<kRows, kSwap>(queries, keys, head_dim, totals);
   for (int64_t dim = kDimBlock; dim < head_dim; dim += kDimBlock) {
     BlockSums<kRows> sums;
-    dot_block<kRows>(queries + dim, keys + dim * kTileKeys, head_dim, sums);
+    dot_block<kRows, kSwap>(queries + dim, keys + dim * kTileKeys, head_dim, sums);
     SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
       for (int64_t j = 0; j < kColumnBlock; ++j) {
         totals[r][j] = exact_add(totals[r][j], sums[r][j]);
@@ -129,23 +133,27 @@ SPECDEC_TILES_TARGET void dot_products_of(const float* queries, const float* key
   }
 }
 
+template <int64_t kSwap>
 SPECDEC_TILES_TARGET void dot_products(const float* queries, const float* keys, int64_t head_dim,
                                        int64_t rows, float* out, int64_t out_stride) {
   int64_t row = 0;
   for (; starts_block(row, rows); row += kBlockRows) {
-    dot_products_of<kBlockRows>(queries + row * head_dim, keys, head_dim, out + row * out_stride,
-                                out_stride);
+    dot_products_of<kBlockRows, kSwap>(queries + row * head_dim, keys, head_dim,
+                                       out + row * out_stride, out_stride);
   }
   for (; row < rows; row += kRowBlock) {
-    dot_products_of<kRowBlock>(queries + row * head_dim, keys, head_dim, out + row * out_stride,
-                               out_stride);
+    dot_products_of<kRowBlock, kSwap>(queries + row * head_dim, keys, head_dim,
+                                      out + row * out_stride, out_stride);
   }
 }
 
+// Not inlined, because GCC keeps sums in memory where it knows `count`.
 template <int64_t kRows>
-SPECDEC_TILES_TARGET void multiply_add_to(const float* weights, int64_t weight_stride,
-                                          const float* const* values, int64_t count,
-                                          int64_t columns, float* out) {
+SPECDEC_TILES_TARGET __attribute__((noinline)) void multiply_add_to(const float* weights,
+                                                                    int64_t weight_stride,
+                                                                    const float* const* values,
+                                                                    int64_t count, int64_t columns,
+                                                                    float* out) {
   if (count == 0) return;
   for (int64_t column = 0; column < columns; column += kColumnBlock) {
     const auto value = [values, column](int64_t k) { return values[k] + column; };
@@ -183,6 +191,84 @@ SPECDEC_TILES_TARGET void multiply_add(const float* weights, int64_t weight_stri
 SPECDEC_TILES_TARGET void multiply_add_row(float weight, const float* row, float* out,
                                            int64_t columns) {
   for (int64_t j = 0; j < columns; ++j) out[j] = exact_fma(weight, row[j], out[j]);
+}
+
+SPECDEC_HOST_DEVICE float rounded_to_bfloat16(float x) {
+  BFloat16 rounded;
+  from_float(x, &rounded);
+  return to_float(rounded);
+}
+
+// out[i] = weights[i] rounded to bfloat16, with the second one of each pair first.
+SPECDEC_TILES_TARGET void round_and_swap(const float* weights, float* out) {
+  uint64_t pairs[kTileKeys / 2];
+  float rounded[kTileKeys];
+  for (int64_t i = 0; i < kTileKeys; ++i) rounded[i] = rounded_to_bfloat16(weights[i]);
+  std::memcpy(pairs, rounded, sizeof(pairs));
+  for (int64_t i = 0; i < kTileKeys / 2; ++i) pairs[i] = pairs[i] << 32 | pairs[i] >> 32;
+  std::memcpy(out, pairs, sizeof(pairs));
+}
+
+// PairedTiles::multiply_add: the loops of multiply_add in another order.
+SPECDEC_TILES_TARGET bool multiply_add_pairs(const float* weights, int64_t weight_stride,
+                                             const BFloat16* const* values, int64_t columns,
+                                             int64_t rows, float* out) {
+  constexpr int64_t kRounded = 48;        // rows at a time, a multiple of any kBlockRows
+  constexpr uint16_t kExponent = 0x7F80;  // all ones in infinity and NaN
+  alignas(64) float floats[kTileKeys * kMaxPairedDim], rounded[kRounded][kTileKeys];
+  const float* swapped[kTileKeys];
+  uint16_t largest[kLanes] = {};
+  const PairRange given = given_pairs(values);
+  const int64_t begin = 2 * given.begin, end = 2 * given.end;
+  for (int64_t i = begin; i < end; ++i) {
+    float* row = floats + i * columns;
+    swapped[i ^ kSwapPairs] = row;
+    if (values[i] == nullptr) {
+      std::fill_n(row, columns, 0.0f);
+      continue;
+    }
+    load_row(FloatType::kBFloat16, values[i], columns, row);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        largest[lane] = std::max<uint16_t>(largest[lane], values[i][j + lane].bits & kExponent);
+      }
+    }
+  }
+  if (*std::max_element(largest, largest + kLanes) == kExponent) return false;
+  for (int64_t first = 0; first < rows; first += kRounded) {
+    const int64_t count = std::min(kRounded, rows - first);
+    for (int64_t r = 0; r < round_up(count, kRowBlock); ++r) {
+      round_and_swap(weights + (first + r) * weight_stride, rounded[r]);
+    }
+    multiply_add(rounded[0] + begin, kTileKeys, swapped + begin, end - begin, columns, count,
+                 out + first * columns);
+  }
+  return true;
+}
+
+SPECDEC_TILES_TARGET void multiply_add_pairs_of_row(const float* weights,
+                                                    const BFloat16* const* values, int64_t columns,
+                                                    float* out) {
+  float own_weights[kTileKeys];
+  const BFloat16* own_values[kTileKeys];
+  int64_t count = 0;
+  for (int64_t i = 0; i < kTileKeys; ++i) {
+    const int64_t k = i ^ kSwapPairs;
+    if (values[k] == nullptr) continue;
+    own_weights[count] = rounded_to_bfloat16(weights[k]);
+    own_values[count++] = values[k];
+  }
+  for (int64_t column = 0; column < columns; column += kColumnBlock) {
+    float sums[kColumnBlock];
+    std::copy_n(out + column, kColumnBlock, sums);
+    for (int64_t k = 0; k < count; ++k) {
+      const BFloat16* value = own_values[k] + column;
+      for (int64_t j = 0; j < kColumnBlock; ++j) {
+        sums[j] = exact_fma(own_weights[k], to_float(value[j]), sums[j]);
+      }
+    }
+    std::copy_n(sums, kColumnBlock, out + column);
+  }
 }
 
 SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
@@ -272,15 +358,22 @@ SPECDEC_TILES_TARGET void store_quotients(FloatType type, const float* values, f
   }
 }
 
-constexpr AttentionTiles kTiles{.row_block = kRowBlock,
-                                .load_row = load_row,
-                                .load_columns = load_columns,
-                                .dot_products = dot_products,
-                                .multiply_add = multiply_add,
-                                .multiply_add_row = multiply_add_row,
-                                .softmax = softmax,
-                                .merge = merge,
-                                .store_quotients = store_quotients};
+constexpr TilesOfIsa kTiles{.tiles = {.row_block = kRowBlock,
+                                      .load_row = load_row,
+                                      .load_columns = load_columns,
+                                      .dot_products = dot_products<0>,
+                                      .multiply_add = multiply_add,
+                                      .multiply_add_row = multiply_add_row,
+                                      .softmax = softmax,
+                                      .merge = merge,
+                                      .store_quotients = store_quotients},
+                            .paired = {.takes_words = false,
+                                       .is_in_order = true,
+                                       .begin = [] {},
+                                       .end = [] {},
+                                       .dot_products = dot_products<kSwapPairs>,
+                                       .multiply_add = multiply_add_pairs,
+                                       .multiply_add_row = multiply_add_pairs_of_row}};
 
 }  // namespace
 }  // namespace specdec::cpu

@@ -7,8 +7,8 @@
 //            nodes; each query row then picks the products of its own ancestors, in order, as those
 //            of positions P, P + 1, ...
 //   softmax  of each query row over the split's positions; sums in lanes by position
-//   values   in ascending position, one fused multiply-add each; on matrix units, 32 positions at a
-//            time (PairedTiles)
+//   values   in ascending position, one fused multiply-add each; in bfloat16, pairs of positions
+//            (PairedTiles)
 //   merge    the splits of a query row in ascending order, by maximum and sum
 //
 // So the operations of a query row depend only on its own list of (position, key, value). A node
