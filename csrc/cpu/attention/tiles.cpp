@@ -17,8 +17,8 @@ void transpose_block(const float* const* rows, int64_t dim, float* out) {
 }  // namespace
 }  // namespace specdec::cpu
 
-#include "paired_tiles.h"
 #include "tiles_impl.h"
+#include "unit_tiles.h"
 
 namespace specdec::cpu {
 namespace {
@@ -28,7 +28,7 @@ const TilesOfIsa& tiles_of_isa() {
 }
 
 const PairedTiles& paired_tiles() {
-  static constexpr PairedTiles kEmulated = PairedLoops<EmulatedTiles>::table();
+  static constexpr PairedTiles kEmulated = UnitTiles<EmulatedTiles>::table();
   if (matrix_units() == MatrixUnits::kEmulated) return kEmulated;
 #ifdef SPECDEC_X86
   if (matrix_units() == MatrixUnits::kAmx) return paired_tiles_amx();

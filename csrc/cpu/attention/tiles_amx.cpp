@@ -5,12 +5,12 @@
 #include "cpu/runtime/amx_tiles.h"
 
 #define SPECDEC_TILES_TARGET SPECDEC_TARGET_AMX
-#include "paired_tiles.h"
+#include "unit_tiles.h"
 
 namespace specdec::cpu {
 
 const PairedTiles& paired_tiles_amx() {
-  static constexpr PairedTiles kTiles = PairedLoops<AmxTiles>::table();
+  static constexpr PairedTiles kTiles = UnitTiles<AmxTiles>::table();
   return kTiles;
 }
 

@@ -4,6 +4,9 @@
 #ifdef SPECDEC_X86
 #include <immintrin.h>
 
+#include <cstddef>
+#include <cstring>
+
 #define SPECDEC_TILES_TARGET SPECDEC_TARGET_AMX
 #include "pair_values.h"
 
@@ -30,8 +33,10 @@ SPECDEC_TILES_INLINE void add_products(const void* words, int64_t word_stride, c
     factors[v] = (__m512bh)_mm512_loadu_si512(static_cast<const uint32_t*>(pairs) + v * stride);
   }
   SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
-    const auto* word = static_cast<const int32_t*>(words) + r * word_stride;
-    const __m512bh other = (__m512bh)_mm512_set1_epi32(*word);
+    int32_t word;
+    std::memcpy(&word, static_cast<const std::byte*>(words) + r * word_stride * sizeof(word),
+                sizeof(word));
+    const __m512bh other = (__m512bh)_mm512_set1_epi32(word);
     SPECDEC_TILES_UNROLL for (int64_t v = 0; v < kVectors; ++v) {
       sums[r][v] = _mm512_dpbf16_ps(sums[r][v], factors[v], other);
     }
@@ -96,7 +101,8 @@ SPECDEC_TILES_TARGET void multiply_add_to(const uint32_t (*weights)[kWords], con
     }
     const PairTile* tile = pairs + column / kPairWords;
     for (int64_t pair = given.begin; pair < given.end; ++pair) {
-      add_products<kRows>(weights[0] + pair, kWords, tile[0][pair], sizeof(PairTile) / 4, sums);
+      add_products<kRows>(weights[0] + pair, kWords, tile[0][pair],
+                          sizeof(PairTile) / sizeof(uint32_t), sums);
     }
     SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
       SPECDEC_TILES_UNROLL for (int64_t v = 0; v < kVectors; ++v) {

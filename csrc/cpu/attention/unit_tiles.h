@@ -14,7 +14,7 @@ namespace specdec::cpu {
 constexpr int64_t kUnitRows = 16;  // rows of a tile, or words of a row
 
 template <class Tiles>
-class PairedLoops {
+class UnitTiles {
  public:
   static constexpr PairedTiles table() {
     return {.takes_words = true,
