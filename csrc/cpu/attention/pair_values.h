@@ -20,7 +20,6 @@ using PairTile = uint32_t[kTileKeys / 2][kPairWords];
 SPECDEC_TILES_TARGET bool pair_values(const BFloat16* const* values, PairRange range,
                                       int64_t columns, PairTile* pairs) {
   static constexpr BFloat16 kZeros[kMaxPairedDim] = {};
-  constexpr uint32_t kExponent = 0x7F80;  // all ones in infinity and NaN
   uint32_t largest[kColumnBlock] = {};
   for (int64_t pair = range.begin; pair < range.end; ++pair) {
     const BFloat16* first = values[2 * pair] ? values[2 * pair] : kZeros;

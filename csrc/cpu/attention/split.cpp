@@ -156,11 +156,7 @@ class SplitAttention {
   void multiply_queries(const void** keys, const void* any_key, float* out, int64_t out_stride) {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(sizes_.key_type, keys, sizes_.key_dim, tile_);
-    if (tiles_.paired) {
-      tiles_.paired->dot_products(queries_, tile_, sizes_.query_dim, rows_, out, out_stride);
-    } else {
-      tiles_.dot_products(queries_, tile_, sizes_.query_dim, rows_, out, out_stride);
-    }
+    tiles_.dot_products(queries_, tile_, sizes_.query_dim, rows_, out, out_stride);
   }
 
   void score_prefix(const Range& tile) {

@@ -39,8 +39,9 @@ const PairedTiles& paired_tiles() {
 
 AttentionTiles with_pairs() {
   AttentionTiles tiles = tiles_of_isa().tiles;
-  if (matrix_units() != MatrixUnits::kNone) tiles.row_block = kUnitRows;
   tiles.paired = &paired_tiles();
+  tiles.row_block = tiles.paired->row_block;
+  tiles.dot_products = tiles.paired->dot_products;
   return tiles;
 }
 

@@ -13,6 +13,7 @@ constexpr int64_t kRowBlock = 2;      // query rows are computed so many at a ti
 constexpr int64_t kColumnBlock = 32;  // and columns of values in multiples of this
 constexpr int64_t kDimBlock = 16;
 constexpr int64_t kMaxPairedDim = 256;
+constexpr uint32_t kExponent = 0x7F80;  // of a bfloat16; all of it in infinity and NaN
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -37,6 +38,7 @@ struct ScoreRule {
 //                  and a key are summed, then these sums; values are added to a sum one after the other
 //   matrix units   every sum takes 32 products in the order of amx_tiles.h
 struct PairedTiles {
+  int64_t row_block;  // as in AttentionTiles, like dot_products below
   // Whether queries and keys are words of two numbers, and not float32.
   bool takes_words;
   // Whether pairs of values are added to a sum one after the other, so that a tile may be added in parts.
@@ -113,7 +115,7 @@ struct AttentionTiles {
   // out[i] = values[i] / sum, rounded to the type.
   void (*store_quotients)(FloatType type, const float* values, float sum, int64_t count, void* out);
 
-  // Null, or the loops that replace dot_products, multiply_add and multiply_add_row.
+  // Null, or the loops that replace multiply_add and multiply_add_row. row_block and dot_products are theirs.
   const PairedTiles* paired = nullptr;
 };
 

@@ -19,7 +19,6 @@ constexpr int64_t kWords = kTileKeys / 2;                // of the weights of a 
 constexpr int64_t kDimWords = kDimBlock / 2;
 
 #define SPECDEC_TILES_INLINE inline __attribute__((always_inline)) SPECDEC_TILES_TARGET
-#define SPECDEC_TILES_UNROLL _Pragma("GCC unroll 16")
 
 template <int64_t kRows>
 using Sums = __m512[kRows][kVectors];
@@ -148,7 +147,8 @@ SPECDEC_TILES_TARGET void multiply_add_row(const float* weights, const BFloat16*
 }  // namespace
 
 const PairedTiles& paired_tiles_avx512_bf16() {
-  static constexpr PairedTiles kTiles{.takes_words = true,
+  static constexpr PairedTiles kTiles{.row_block = kRowBlock,
+                                      .takes_words = true,
                                       .is_in_order = true,
                                       .begin = [] {},
                                       .end = [] {},

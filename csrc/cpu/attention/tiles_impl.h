@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/math/rounded.h"
 #include "specdec/math/tanh.h"
 #include "tiles.h"
 
@@ -18,8 +19,6 @@ namespace specdec::cpu {
 namespace {
 
 constexpr int64_t kLanes = 32;
-
-#define SPECDEC_TILES_UNROLL _Pragma("GCC unroll 16")
 
 template <typename T>
 SPECDEC_HOST_DEVICE void convert_row(const void* row, int64_t count, float* out) {
@@ -193,18 +192,12 @@ SPECDEC_TILES_TARGET void multiply_add_row(float weight, const float* row, float
   for (int64_t j = 0; j < columns; ++j) out[j] = exact_fma(weight, row[j], out[j]);
 }
 
-SPECDEC_HOST_DEVICE float rounded_to_bfloat16(float x) {
-  BFloat16 rounded;
-  from_float(x, &rounded);
-  return to_float(rounded);
-}
-
 // out[i] = weights[i] rounded to bfloat16, with the second one of each pair first.
 SPECDEC_TILES_TARGET void round_and_swap(const float* weights, float* out) {
   uint64_t pairs[kTileKeys / 2];
-  float rounded[kTileKeys];
-  for (int64_t i = 0; i < kTileKeys; ++i) rounded[i] = rounded_to_bfloat16(weights[i]);
-  std::memcpy(pairs, rounded, sizeof(pairs));
+  float in_order[kTileKeys];
+  for (int64_t i = 0; i < kTileKeys; ++i) in_order[i] = rounded<BFloat16>(weights[i]);
+  std::memcpy(pairs, in_order, sizeof(pairs));
   for (int64_t i = 0; i < kTileKeys / 2; ++i) pairs[i] = pairs[i] << 32 | pairs[i] >> 32;
   std::memcpy(out, pairs, sizeof(pairs));
 }
@@ -213,8 +206,7 @@ SPECDEC_TILES_TARGET void round_and_swap(const float* weights, float* out) {
 SPECDEC_TILES_TARGET bool multiply_add_pairs(const float* weights, int64_t weight_stride,
                                              const BFloat16* const* values, int64_t columns,
                                              int64_t rows, float* out) {
-  constexpr int64_t kRounded = 48;        // rows at a time, a multiple of any kBlockRows
-  constexpr uint16_t kExponent = 0x7F80;  // all ones in infinity and NaN
+  constexpr int64_t kRounded = 48;  // rows at a time, a multiple of any kBlockRows
   alignas(64) float floats[kTileKeys * kMaxPairedDim], rounded[kRounded][kTileKeys];
   const float* swapped[kTileKeys];
   uint16_t largest[kLanes] = {};
@@ -255,7 +247,7 @@ SPECDEC_TILES_TARGET void multiply_add_pairs_of_row(const float* weights,
   for (int64_t i = 0; i < kTileKeys; ++i) {
     const int64_t k = i ^ kSwapPairs;
     if (values[k] == nullptr) continue;
-    own_weights[count] = rounded_to_bfloat16(weights[k]);
+    own_weights[count] = rounded<BFloat16>(weights[k]);
     own_values[count++] = values[k];
   }
   for (int64_t column = 0; column < columns; column += kColumnBlock) {
@@ -367,7 +359,8 @@ constexpr TilesOfIsa kTiles{.tiles = {.row_block = kRowBlock,
                                       .softmax = softmax,
                                       .merge = merge,
                                       .store_quotients = store_quotients},
-                            .paired = {.takes_words = false,
+                            .paired = {.row_block = kRowBlock,
+                                       .takes_words = false,
                                        .is_in_order = true,
                                        .begin = [] {},
                                        .end = [] {},

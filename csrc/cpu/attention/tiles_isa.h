@@ -4,6 +4,8 @@
 #include "specdec/cpu/isa.h"
 #include "tiles.h"
 
+#define SPECDEC_TILES_UNROLL _Pragma("GCC unroll 16")
+
 namespace specdec::cpu {
 
 constexpr int64_t kBlock = 16;  // keys and dimensions that are transposed at a time

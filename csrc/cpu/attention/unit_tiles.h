@@ -11,13 +11,12 @@
 
 namespace specdec::cpu {
 
-constexpr int64_t kUnitRows = 16;  // rows of a tile, or words of a row
-
 template <class Tiles>
 class UnitTiles {
  public:
   static constexpr PairedTiles table() {
-    return {.takes_words = true,
+    return {.row_block = kTile,
+            .takes_words = true,
             .is_in_order = false,
             .begin = begin,
             .end = Tiles::end,
@@ -27,7 +26,7 @@ class UnitTiles {
   }
 
  private:
-  static constexpr int64_t kTile = kUnitRows;
+  static constexpr int64_t kTile = 16;  // rows, or words of a row
   static_assert(kTileKeys == 2 * kTile && kPairWords == kTile);
 
   static void begin() { Tiles::begin(kTile); }

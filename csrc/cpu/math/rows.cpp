@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "rounded.h"
 #include "routing.h"
 #include "specdec/cpu/isa.h"
 #include "specdec/math/exp.h"

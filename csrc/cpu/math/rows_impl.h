@@ -93,14 +93,6 @@ SPECDEC_HOST_DEVICE void gate_row(const T* __restrict gate_up, int64_t count, T*
   }
 }
 
-// Converts to the type and back.
-template <typename T>
-SPECDEC_HOST_DEVICE float rounded(float value) {
-  T stored;
-  from_float(value, &stored);
-  return to_float(stored);
-}
-
 template <typename T>
 SPECDEC_HOST_DEVICE float mean(const T* x, int64_t count) {
   float sums[kRowLanes] = {};
